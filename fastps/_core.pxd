@@ -187,20 +187,20 @@ cdef inline int64_t run_rule(rule_fn rule, const void* const* sources, int64_t n
 ctypedef void (*piece_fn)(void* context, int64_t piece) noexcept nogil
 
 cdef enum:
-    MAX_HANDS = 15
+    MAX_COPIERS = 15
 
-# Whether there are hands for an operation of so many bytes.
-cdef bint hands_help(uint64_t of) noexcept nogil
+# Whether there are copiers for an operation of so many bytes.
+cdef bint copy_pool_wanted(uint64_t of) noexcept nogil
 # Have a task done; returns when all its pieces are. Any thread; a second task at a time is done by
-# its own thread alone, as are all while there are no hands.
-cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
+# its own thread alone, as are all while there are no copiers.
+cdef void copy_pool_run(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
 # fps_copy(); of: bytes of the operation that this is a part of.
-cdef void hands_copy(void* to, const void* source, uint64_t n, uint64_t whole,
-                     uint64_t of) noexcept nogil
-# A rule that treats each element by itself, on count of them; as hands_copy().
-cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, void* dst,
-                        int64_t count, uint32_t itemsize, const void* args,
-                        uint64_t of) noexcept nogil
+cdef void pooled_copy(void* to, const void* source, uint64_t n, uint64_t whole,
+                      uint64_t of) noexcept nogil
+# A rule that treats each element by itself, on count of them; as pooled_copy().
+cdef int64_t pooled_fold(rule_fn rule, const void* const* sources, int64_t n, void* dst,
+                         int64_t count, uint32_t itemsize, const void* args,
+                         uint64_t of) noexcept nogil
 
 # ---- huge pages: for private arrays that come again ----
 cdef enum:

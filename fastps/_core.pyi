@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Self, final
 
 __all__ = [
     "BufferPool",
+    "CopyPool",
     "Drain",
-    "Hands",
     "HugePages",
     "PoolStatistics",
     "Pulse",
@@ -67,7 +67,7 @@ class Drain:
     def abandon(self) -> None: ...
 
 @final
-class Hands:
+class CopyPool:
     count: int
     def __init__(self, count: int) -> None: ...
     def close(self, timeout_s: float = 10.0) -> bool: ...

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastps.algorithms.local_blocks import ArrayBlocks, Block, Blocks, Lots, Reset
+from fastps.algorithms.local_blocks import ArrayBlocks, Block, Blocks, ParticipationSchedule, Reset
 from fastps.algorithms.server_parameters import ServerParameters
 from fastps.contract.compression import Choice
 from fastps.errors import ConfigError
@@ -66,7 +66,7 @@ class AsyncSteps(Blocks):
 
     def __init__(
         self, named: Sequence[tuple[str, Any]], *, sync_every: int, alpha: float | Schedule,
-        proximal: float, lots: Lots, compression: Any, prefix: str,
+        proximal: float, lots: ParticipationSchedule, compression: Any, prefix: str,
     ) -> None:  # fmt: skip
         """Let servers hold rank 0's values, and take them over; blocks."""
         if sync_every < 1 or not 0 <= proximal < 1:
@@ -225,8 +225,8 @@ class AsyncLocalSGD(ArrayBlocks, AsyncSteps):
         """
         super().__init__(
             list(parameters.items()), sync_every=sync_every, alpha=alpha, proximal=proximal,
-            lots=Lots(participation, sparsity, error_reset, seed), compression=compression,
-            prefix=prefix,
+            lots=ParticipationSchedule(participation, sparsity, error_reset, seed),
+            compression=compression, prefix=prefix,
         )  # fmt: skip
 
     def step(self) -> None:

@@ -62,8 +62,8 @@ def _declare(names: Sequence[str]) -> dict[str, tuple[int]]:
         if layout.coding.has(Option.FEEDBACK) and layout.policy is Policy.SUM:
             shapes[tensor.name] = (math.prod(layout.shape),)
             current().declare(
-                [(f"{tensor.name} kept", shapes[tensor.name], DType.FLOAT32)], policy=Policy.KEPT,
-                beside=tensor.name,
+                [(f"{tensor.name} kept", shapes[tensor.name], DType.FLOAT32)],
+                policy=Policy.CODEC_STATE, beside=tensor.name,
             )  # fmt: skip
     return shapes
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import numpy as np
 
 from fastps.byzantine.update_codecs import Codes
-from fastps.byzantine.updates import Notice
+from fastps.byzantine.updates import UpdateHeader
 from fastps.contract.compression import Choice
 from fastps.contract.contract import ANY_STALENESS, Givers, Policy
 from fastps.errors import ConfigError, StallError
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session.current import current, known
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, pair
 from fastps.types import DType, ReduceOp, dtype_of
@@ -78,7 +78,7 @@ class HeldParameters:
             f"{prefix}judged of worker {rank}"
             for rank in range(session.size if asynchronous else 0)
         ]  # count in their stamps what was judged of each worker's
-        self._telling: Later[Any] | None = None
+        self._telling: MappedHandle[Any] | None = None
         self._asking: Waitable | None = None
         self._pushed = 0  # updates, and what had been judged of this worker's before
         self._begin()
@@ -91,7 +91,7 @@ class HeldParameters:
             (name, array.shape, dtype_of(array.dtype))
             for name, array in zip(self.names, self.arrays, strict=True)
         ]
-        if self._policy is Policy.AGREED:
+        if self._policy is Policy.COMBINED:
             for _, _, dtype in specs:
                 ReduceOp.TRIMMED_MEAN.check(dtype)
         counts = [np.zeros(1) for _ in self._ticks]
@@ -118,10 +118,10 @@ class HeldParameters:
 
     # ---- reading ----
 
-    def pull_async(self, *, stamp: int = 0, priority: int = 0) -> Later[int]:
+    def pull_async(self, *, stamp: int = 0, priority: int = 0) -> MappedHandle[int]:
         """Start pull() and give a handle for synchronize()."""
         handle = start_pull(self._session, self.arrays, self.names, stamp, priority)
-        return Later([handle], lambda _: self._note_stamp())
+        return MappedHandle([handle], lambda _: self._note_stamp())
 
     def pull(self, *, stamp: int = 0, priority: int = 0, unjudged: int | None = None) -> int:
         """Write what servers hold over the arrays here, and give how many changes it has seen.
@@ -165,7 +165,7 @@ class HeldParameters:
         """
         self.finish_telling()
         tick = [self._ticks[worker]]
-        self._telling = Later(
+        self._telling = MappedHandle(
             [self._session.push_pull_async([np.ones(1)], tick, average=False)], lambda _: None
         )
 
@@ -178,7 +178,7 @@ class HeldParameters:
 
     def push_async(
         self, updates: Sequence[Array | None], *, round: int | None = None, priority: int = 0
-    ) -> Later[int]:
+    ) -> MappedHandle[int]:
         """Start push() and give a handle for synchronize()."""
         if len(updates) != len(self.names):
             raise ValueError(f"{len(self.names)} parameters need as many updates")
@@ -188,7 +188,7 @@ class HeldParameters:
             for place, update in enumerate(updates)
             for flight in self.start_push(place, update, number, priority)
         ]
-        return Later(flights, lambda _: number)
+        return MappedHandle(flights, lambda _: number)
 
     def push(
         self, updates: Sequence[Array | None], *, round: int | None = None, priority: int = 0
@@ -226,7 +226,7 @@ class HeldParameters:
         handle = session.push_pull_async(
             [update], [name], average=False, out=[like], priority=priority
         )
-        return [Later([handle], lambda _: self._note_stamp())]
+        return [MappedHandle([handle], lambda _: self._note_stamp())]
 
     def _send(
         self, place: int, update: Array | None, number: int, priority: int
@@ -234,7 +234,7 @@ class HeldParameters:
         session = self._session
         wire = None if update is None else self.codes.encode(place, update, number)
         nbytes = 0 if wire is None else wire.nbytes
-        notice = Notice(session.rank, number, self.stamp, place, update is None, nbytes)
+        notice = UpdateHeader(session.rank, number, self.stamp, place, update is None, nbytes)
         judge = session.size + session.rank % session.config.num_validators
         group = session.groups.pair(judge)
         send = functools.partial(group.send, target=1, tag=self.channel, priority=priority)
@@ -248,7 +248,7 @@ def _policy_of(among: Among, *, is_added: bool) -> Policy:
     if among not in get_args(Among):
         raise ValueError(f'among={among!r} is "mean" or "median"')
     if not is_added:
-        return Policy.ACCEPTED if among == "mean" else Policy.AGREED
+        return Policy.ACCEPTED if among == "mean" else Policy.COMBINED
     if among != "mean":
         raise ValueError("what is added at once has no median: among= is for rounds")
     return Policy.ACCUMULATE
@@ -293,7 +293,7 @@ def _found(name: str) -> tuple[HeldParameters, int]:
 
 def push_async(
     tensor: Array | Sequence[Array | None] | None, name: Names, *, round: int, priority: int = 0
-) -> Later[None]:
+) -> MappedHandle[None]:
     """Start push() and give a handle for synchronize()."""
     names = (name,) if isinstance(name, str) else name
     given = [tensor] if isinstance(name, str) else list(tensor or ())
@@ -303,7 +303,7 @@ def push_async(
     for label, one in zip(names, given, strict=True):
         held, place = _found(label)
         flights += held.start_push(place, one, round, priority)  # type: ignore[arg-type]
-    return Later(flights, lambda _: None)
+    return MappedHandle(flights, lambda _: None)
 
 
 def push(
@@ -320,7 +320,9 @@ def push(
     push_async(tensor, name, round=round, priority=priority).wait()
 
 
-def pull_async(out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0) -> Later[int]:
+def pull_async(
+    out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0
+) -> MappedHandle[int]:
     """Start pull() and give a handle for synchronize()."""
     session = current()
     names, arrays = pair(name, out)
@@ -328,7 +330,7 @@ def pull_async(out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0) -
         held, place = _found(label)
         check_arrays(label, held.arrays[place], array, None, average=False)
     handle = start_pull(session, arrays, names, stamp, priority)
-    return Later([handle], lambda _: session.stamp_of(names))
+    return MappedHandle([handle], lambda _: session.stamp_of(names))
 
 
 def pull(out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0) -> int:

@@ -23,7 +23,7 @@ Reset: TypeAlias = Literal["kept", "literal"]
 
 
 @dataclass(frozen=True)
-class Lots:
+class ParticipationSchedule:
     """Who leaves what out of an exchange, and what becomes of it; the same on all workers."""
 
     participation: float = 1.0

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from fastps.algorithms import codec_state
-from fastps.algorithms.local_blocks import Block, Blocks, Lots, Reset
+from fastps.algorithms.local_blocks import Block, Blocks, ParticipationSchedule, Reset
 from fastps.algorithms.outer import Outer
-from fastps.algorithms.server_rounds import Gathered
+from fastps.algorithms.server_rounds import ServerRounds
 from fastps.contract.rule import Choice as Rule
 from fastps.session.current import current
 from fastps.types import DType
@@ -81,9 +81,11 @@ class Terms:
         return self.outer_on == "servers" or self.deadline_s is not None
 
     @property
-    def lots(self) -> Lots:
+    def lots(self) -> ParticipationSchedule:
         """Return who leaves what out."""
-        return Lots(self.participation, self.sparsity, self.error_reset, self.seed)
+        return ParticipationSchedule(
+            self.participation, self.sparsity, self.error_reset, self.seed
+        )
 
     @property
     def skips(self) -> bool:
@@ -142,9 +144,9 @@ class LocalSteps(Blocks):
         if terms.skips and rule is None:
             rule = "average"  # over those that send
         self._how = {"compression": compression, "rule": rule}
-        self._gathered: Gathered | None = None
+        self._gathered: ServerRounds | None = None
         if terms.is_gathered:
-            self._gathered = Gathered(_for_servers(outer), terms.deadline_s or 0.0)
+            self._gathered = ServerRounds(_for_servers(outer), terms.deadline_s or 0.0)
         known = [(f"{prefix}.{name}", own) for name, own in named]
         self._check(known)
         if self._gathered is None:  # else rank 0's values come from servers
@@ -448,7 +450,7 @@ class LocalSteps(Blocks):
             ])  # fmt: skip
 
     def _seed_again(
-        self, gathered: Gathered, fragment: Fragment, state: Mapping[str, Any]
+        self, gathered: ServerRounds, fragment: Fragment, state: Mapping[str, Any]
     ) -> None:
         """Restore what servers held; then have what came from them last."""
         held = state["held"] or {"values": fragment.values, "kept": [], "steps": 0}

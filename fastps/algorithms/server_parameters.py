@@ -19,7 +19,7 @@ import numpy as np
 from fastps.contract.compression import Choice
 from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy
 from fastps.errors import ConfigError
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array, Handle
@@ -106,7 +106,7 @@ class ServerParameters:
         deltas: Sequence[Array | None] | Mapping[str, Array | None],
         *,
         learning_rate: float | None = None,
-    ) -> Later[list[Array]]:
+    ) -> MappedHandle[list[Array]]:
         """Start to add changes to the parameters, and to write what is there then over them here.
 
         deltas: one per parameter in their order, or by name; read. None adds nothing: what is
@@ -123,11 +123,11 @@ class ServerParameters:
         if len(deltas) != len(self.arrays):
             raise ValueError(f"{len(self.arrays)} parameters need as many changes")
         if self._session.size > 1:
-            return Later(self._start(deltas, rate), lambda _: self._landed())
+            return MappedHandle(self._start(deltas, rate), lambda _: self._landed())
         for array, delta in zip(self.arrays, deltas, strict=True):
             if delta is not None:
                 np.add(array, delta, out=array)
-        return Later([], lambda _: self.arrays)
+        return MappedHandle([], lambda _: self.arrays)
 
     def _start(self, deltas: Sequence[Array | None], rate: float | None) -> list[Handle]:
         """Push what is given, and read the rest."""

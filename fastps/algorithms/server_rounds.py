@@ -17,7 +17,7 @@ from fastps.algorithms import outer as optimizers
 from fastps.contract.compression import Choice
 from fastps.contract.contract import JOIN, Policy
 from fastps.contract.rule import Choice as Rule
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType
 from fastps.worker.handle import Array, Waitable
@@ -25,7 +25,7 @@ from fastps.worker.handle import Array, Waitable
 FRESH = -1.0  # what rank 0 says with a value that nothing was done to
 
 
-class Gathered:
+class ServerRounds:
     """Arrays by name that servers hold; workers push what they changed, and get what is there."""
 
     def __init__(self, optimizer: optimizers.Outer, deadline_s: float) -> None:
@@ -50,7 +50,7 @@ class Gathered:
         if session.size > 1:
             session.declare(
                 [(name, value.shape, code) for name, value, code in specs],
-                policy=Policy.GATHERED, rule="average" if rule is None else rule,
+                policy=Policy.DEADLINE_ROUNDS, rule="average" if rule is None else rule,
                 gathering=self._terms, compression=compression,
             )  # fmt: skip
             for started, value in zip(session.started(names), values, strict=True):
@@ -128,7 +128,7 @@ class Gathered:
             handle = session.start_held("start_pull", [name], [target], stamp=JOIN, is_coded=True)
         if copy is None:
             return [handle]
-        return [Later([handle], lambda _: np.copyto(value, target))]
+        return [MappedHandle([handle], lambda _: np.copyto(value, target))]
 
     def _do_alone(self, name: str, change: Array, value: Array, *, gives: bool) -> None:
         held = self._values[name]

@@ -23,10 +23,10 @@ from fastps.byzantine.judges import are_sound
 from fastps.byzantine.update_codecs import Codes
 from fastps.byzantine.updates import (
     NOTICE_BYTES,
-    Assembly,
-    Ledger,
-    Notice,
+    RefusalStats,
     Update,
+    UpdateAssembler,
+    UpdateHeader,
     unpack,
 )
 from fastps.errors import FastPSError, MismatchError, StallError
@@ -43,12 +43,12 @@ SLICE_S = 60.0  # how often a thread that waits for a silent worker looks up
 LOST = "lost"
 
 
-class Inbox:
+class UpdateQueue:
     """The updates of some workers, read from their links."""
 
     def __init__(
         self, session: Session, workers: Mapping[int, Codes], like: Sequence[Array],
-        ledger: Ledger, *, channel: int,
+        ledger: RefusalStats, *, channel: int,
     ) -> None:  # fmt: skip
         """Start to read; like: arrays as blocks shall be, read once. Makes the links; blocks.
 
@@ -131,7 +131,7 @@ class Inbox:
     # ---- the threads that read ----
 
     def _read(self, worker: int, group: Group) -> None:
-        assembly = Assembly(worker, self._codes[worker].sizes)
+        assembly = UpdateAssembler(worker, self._codes[worker].sizes)
         try:
             while self._wait_for_room(worker) and self._read_block(assembly, group):
                 pass
@@ -153,7 +153,7 @@ class Inbox:
             self._news.wait_for(lambda: has_room() or self._is_ending)
             return not self._is_ending
 
-    def _read_block(self, assembly: Assembly, group: Group) -> bool:
+    def _read_block(self, assembly: UpdateAssembler, group: Group) -> bool:
         """Read a notice and what belongs to it; False: nothing more can be understood."""
         notice = self._read_notice(group)
         step = assembly.take(notice)
@@ -173,7 +173,7 @@ class Inbox:
                 self._news.notify_all()
         return True
 
-    def _read_notice(self, group: Group) -> Notice | None:
+    def _read_notice(self, group: Group) -> UpdateHeader | None:
         data = np.empty(NOTICE_BYTES, np.uint8)
         try:
             self._receive(group, data)
@@ -181,7 +181,7 @@ class Inbox:
             return None  # of another size or type
         return unpack(data.tobytes())
 
-    def _read_bytes(self, group: Group, notice: Notice) -> Array:
+    def _read_bytes(self, group: Group, notice: UpdateHeader) -> Array:
         shape, dtype = self._blocks[notice.block]
         block, codes = np.empty(shape, dtype), self._codes[notice.worker]
         if notice.nbytes:

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from fastps.algorithms.held_parameters import Among, HeldParameters
-from fastps.algorithms.update_inbox import Inbox
+from fastps.algorithms.update_inbox import UpdateQueue
 from fastps.byzantine.judges import Case, Judge, Row, Scored, as_floats, judge_of
 from fastps.byzantine.rules import rule_of
 from fastps.byzantine.scores import UNSOUND, Verdict
-from fastps.byzantine.updates import AHEAD, LATE, MISSING, STALE, Ledger, Update
+from fastps.byzantine.updates import AHEAD, LATE, MISSING, STALE, RefusalStats, Update
 from fastps.contract.compression import Choice
 from fastps.errors import ConfigError
 from fastps.native._floats import DefaultFloats
@@ -96,7 +96,7 @@ class Validator:
         judge, count = session.rank - session.size, session.config.num_validators
         if judge < 0:
             raise ConfigError("this process is a worker: a Validator is for FASTPS_ROLE=validator")
-        self.rule, self.ledger = rule, Ledger()
+        self.rule, self.ledger = rule, RefusalStats()
         if isinstance(rule, str):
             rule_of(rule)  # is there one of that name
         self.held = HeldParameters(
@@ -113,7 +113,7 @@ class Validator:
         self._idle: deque[int] = deque(maxlen=KEPT_STAMPS)  # after our changes of nothing, rising
         self._age = 0  # rounds or updates that the trusted update has been used for
         self._trusted: list[Array] = []
-        self.inbox = Inbox(
+        self.inbox = UpdateQueue(
             session, {worker: self.held.codes_of(worker) for worker in self.workers},
             self.held.arrays, self.ledger, channel=self.held.channel,
         )  # fmt: skip

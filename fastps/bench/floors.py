@@ -40,7 +40,7 @@ import fastps
 from fastps.bench import BenchError
 from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, MEMORY, NETWORK
 from fastps.config import Config
-from fastps.control.listen import open_doors
+from fastps.control.listen import open_listeners
 from fastps.transport import sockets, tcp
 
 PIECE = 256 << 10  # bytes; half of it read, half written, all of it in a second-level cache
@@ -218,7 +218,7 @@ def make_floor(kind: str, ranks: list[int], config: Config) -> MemoryFloor | Lin
     with contextlib.ExitStack() as stack:
         ours: list[Any] = []
         if fastps.rank() in ranks:
-            doors = stack.enter_context(contextlib.closing(open_doors(config, port=0)))
+            doors = stack.enter_context(contextlib.closing(open_listeners(config, port=0)))
             unix = "" if kind == NETWORK else doors.unix
             ours = [*doors.address, unix, secrets.token_hex(TOKEN_BYTES)]
         places = [fastps.broadcast_object(ours, rank, name="fastps.bench.place") for rank in ranks]

@@ -28,7 +28,7 @@ LATE, REPLAYED, AHEAD, INCOMPLETE, DOUBLED = "late", "replayed", "ahead", "incom
 STALE, MALFORMED, MISSING, PARTIAL = "stale", "malformed", "missing", "partial"
 
 
-class Notice(NamedTuple):
+class UpdateHeader(NamedTuple):
     """What a worker says of a block: who it is, the round, the change of the model it began from.
 
     nbytes: what follows; 0 of a block that is skipped.
@@ -49,12 +49,12 @@ class Notice(NamedTuple):
         )
 
 
-def unpack(data: bytes) -> Notice | None:
+def unpack(data: bytes) -> UpdateHeader | None:
     """Read what pack() wrote; None: it is nothing of that kind."""
     magic, worker, number, base, block, flags, nbytes = _NOTICE.unpack(data)
     if magic != MAGIC or flags not in (0, SKIPPED) or (flags and nbytes):
         return None
-    return Notice(worker, number, base, block, bool(flags), nbytes)
+    return UpdateHeader(worker, number, base, block, bool(flags), nbytes)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 @dataclass
-class Assembly:
+class UpdateAssembler:
     """What has come of one worker: whole updates in rising rounds, each once, never mixed.
 
     sizes: bytes of each block.
@@ -97,7 +97,7 @@ class Assembly:
     _open: Update | None = None
     _seen: set[int] = field(default_factory=set)
 
-    def take(self, notice: Notice | None) -> Step:
+    def take(self, notice: UpdateHeader | None) -> Step:
         """Judge a notice, before the block's bytes come."""
         if not self._is_understood(notice):
             return Step(False, MALFORMED, is_end=True)
@@ -119,7 +119,7 @@ class Assembly:
         self._seen.add(notice.block)
         return Step(True, refused)
 
-    def put(self, notice: Notice, block: Array | None) -> Update | None:
+    def put(self, notice: UpdateHeader, block: Array | None) -> Update | None:
         """Take a block, or None where it is skipped; give the update if it was the last."""
         found = self._open
         assert found is not None
@@ -129,7 +129,7 @@ class Assembly:
         self._open, self.done = None, found.round
         return found
 
-    def _is_understood(self, notice: Notice | None) -> bool:
+    def _is_understood(self, notice: UpdateHeader | None) -> bool:
         if notice is None or notice.worker != self.worker or notice.round < 1:
             return False
         if notice.block >= len(self.sizes):
@@ -157,7 +157,7 @@ class Scores:
 
 
 @dataclass
-class Ledger:
+class RefusalStats:
     """Who was accepted and who refused, how often and why, and what rules found."""
 
     counts: Counter[tuple[int, str]] = field(default_factory=Counter)

@@ -2,7 +2,7 @@
 # Calls that are made again and again. See _calls.pyx.
 from libc.stdint cimport int64_t
 
-cpdef int64_t changes_so_far() noexcept
+cpdef int64_t current_epoch() noexcept
 
 cdef class Calls:
     cdef frozenset same

@@ -4,10 +4,10 @@ from typing import Any, Final, Self, final
 
 from fastps.collectives._exchange import Operation
 
-MISSED: Final[object]
+CACHE_MISS: Final[object]
 
-def forget_calls() -> None: ...
-def changes_so_far() -> int: ...
+def invalidate_call_cache() -> None: ...
+def current_epoch() -> int: ...
 
 @final
 class Calls:

@@ -7,8 +7,8 @@ a call is looked up by all that was given to it, arrays by shape and dtype. When
 been through once, and was one operation on just these arrays, a Repeated is left here, which
 begins the same on others (_repeated.pyx).
 
-Whatever may change what a call means or does forgets them all: forget_calls(). Threads: any, with
-the GIL.
+Whatever may change what a call means or does forgets them all: invalidate_call_cache(). Threads:
+any, with the GIL.
 """
 
 cimport cython
@@ -19,13 +19,13 @@ import numpy as np
 cdef enum:
     MANY_CALLS = 512            # of one function, that are known
 
-MISSED = object()
+CACHE_MISS = object()
 cdef type ndarray = np.ndarray
 cdef list everything = []       # what is known of each function
 cdef int64_t changes = 0
 
 
-def forget_calls():
+def invalidate_call_cache():
     """Let every call be checked whole again: something has changed."""
     global changes
     changes += 1
@@ -33,7 +33,7 @@ def forget_calls():
         (<Calls>calls).known.clear()
 
 
-cpdef int64_t changes_so_far() noexcept:
+cpdef int64_t current_epoch() noexcept:
     """Count what made them so."""
     return changes
 
@@ -55,7 +55,7 @@ cdef class Calls:
         cdef int64_t before = changes
         cdef list arrays = []
         repeated = self.find(args, options, arrays)
-        return MISSED if repeated is None else repeated.run(arrays, before)
+        return CACHE_MISS if repeated is None else repeated.run(arrays, before)
 
     def begin(self, tuple args, dict options):
         """Begin a call that was made before; give its operation and its result to be, or None."""
@@ -67,7 +67,7 @@ cdef class Calls:
     def remember(self, tuple args, dict options, result, operations, int64_t before):
         """Note what a call led to; operations: nothing but these, and they went well.
 
-        before: changes_so_far() when the call began.
+        before: current_epoch() when the call began.
         """
         cdef list arrays = []
         cdef tuple key

@@ -35,7 +35,7 @@ from libc.string cimport memmove, memset
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, SPAN_OPERATION,
     BufferPool, completion_is_done, completion_part_done, completion_reset,
-    completion_wait_signals, deadline_of, hands_copy, hands_fold, now_ns, trace_span, tracing,
+    completion_wait_signals, deadline_of, pooled_copy, pooled_fold, now_ns, trace_span, tracing,
 )
 from fastps.native.atomic cimport fps_add32, fps_add64, fps_cas32, fps_load32, fps_swap32
 from fastps.native.copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
@@ -70,12 +70,12 @@ cdef enum:
     LABELS = 1 << LABEL_BITS
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in the place of a peer
-    OWN = 1                     # code of what is late: all members are to hear of it from us
-    UNHEARD = 2                 # our user has to hear of it too
-    OF_SENDER = 1               # label of a refusal: of one message, for the end that sends it
-    OF_RECEIVER = 2             # or receives it; 0: of an operation of all members
-    OF_ONE = 3                  # of an operation that one is through with: tell its others
-    OF_MESSAGE = 4              # the same, if this message (in `offset`) is still to come or go
+    LATE_LOCAL = 1              # code of what is late: all members are to hear of it from us
+    LATE_UNREPORTED = 2         # our user has to hear of it too
+    REFUSE_SEND = 1             # label of a refusal: of one message, for the end that sends it
+    REFUSE_RECV = 2             # or receives it; 0: of an operation of all members
+    REFUSE_MEMBER = 3           # of an operation that one is through with: tell its others
+    REFUSE_MESSAGE = 4          # the same, if this message (in `offset`) is still to come or go
     SMALL_BYTES = 4000          # so little is copied by every transport, and never pinned
     MANY_EARLY = 64             # messages that came early are looked at, when an operation ends
     MANY_OPERATIONS = 256       # in flight, before we look for those that nobody waits for
@@ -483,8 +483,8 @@ cdef void fail_all(State* state, int status, int32_t culprit) noexcept nogil:
                &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
-    if state.guest.closed != NULL:
-        state.guest.closed(state.guest.context, NULL, status)
+    if state.window_owner.closed != NULL:
+        state.window_owner.closed(state.window_owner.context, NULL, status)
     for i in range(state.n_members):
         link = slot_acquire(&state.peers[i].slot)
         if link != NULL:
@@ -740,8 +740,8 @@ cdef class Exchange(LinkOwner):
 
     def dismiss(self):
         """Let go of who has the frames of windows: all links have ended."""
-        memset(&self.state.guest, 0, sizeof(Owner))
-        self.guest = None
+        memset(&self.state.window_owner, 0, sizeof(Owner))
+        self.window_owner = None
 
     def statistics(self):
         """Count messages and their bytes, and what is kept of them just now, as a dict."""

@@ -26,8 +26,8 @@ cdef bint goes_past(const Fold* fold) noexcept nogil:
 
 cdef inline int64_t fold_into(Fold* fold, const void** sources, char* place,
                               int64_t count) noexcept nogil:
-    return hands_fold(fold.rule, sources, fold.n_sources, place, count, fold.leg.task.itemsize,
-                      fold.args, fold.leg.task.nbytes)
+    return pooled_fold(fold.rule, sources, fold.n_sources, place, count, fold.leg.task.itemsize,
+                       fold.args, fold.leg.task.nbytes)
 
 
 cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
@@ -43,7 +43,7 @@ cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
     if loan == NULL:
         return fold_into(fold, sources, place, count)
     done = fold_into(fold, sources, loan, count)
-    hands_copy(place, loan, nbytes, fold.leg.task.nbytes, fold.leg.task.nbytes)
+    pooled_copy(place, loan, nbytes, fold.leg.task.nbytes, fold.leg.task.nbytes)
     (<BufferPool>state.pool).c_give_back(loan)
     return done
 

@@ -76,10 +76,10 @@ cdef int announce(State* state, Link* link, const Header* header, uint32_t most)
 cdef void* guest_landing(State* state, Link* link, const Header* header,
                          int* status) noexcept nogil:
     """Ask whoever has windows where the bytes of a frame go."""
-    if state.guest.landing == NULL:
+    if state.window_owner.landing == NULL:
         status[0] = E_PROTOCOL
         return NULL
-    return state.guest.landing(state.guest.context, link, header, status)
+    return state.window_owner.landing(state.window_owner.context, link, header, status)
 
 
 cdef void* exchange_landing(void* context, Link* link, const Header* header,
@@ -119,8 +119,8 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
     if status != OK:
         return status
     if peer.landing == IN_LEG:
-        hands_copy(peer.leg.address + header.offset, payload, header.length,
-                   peer.leg.task.nbytes, peer.leg.task.nbytes)
+        pooled_copy(peer.leg.address + header.offset, payload, header.length,
+                    peer.leg.task.nbytes, peer.leg.task.nbytes)
     elif peer.landing == IN_EARLY:
         fps_copy(peer.early.payload, payload, header.length, 0)
     elif peer.landing == IN_LOAN:
@@ -174,7 +174,7 @@ cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
     elif leg != NULL:
         give_early(state, leg, early, work)
     elif task == NULL and has_begun(state, early, ANYONE):
-        too_late(state, early, work)
+        handle_stale_message(state, early, work)
     else:
         put_early(state, early)
         if is_foreign(task, early, False):
@@ -230,7 +230,7 @@ cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogi
     if (state.status != OK or task_of(state, name) != NULL or not has_begun(state, name, ANYONE)
             or failed != NULL and failed.status != E_MISMATCH):
         return False
-    answer.label, answer.mistake = OF_MESSAGE, name.label
+    answer.label, answer.mistake = REFUSE_MESSAGE, name.label
     answer.code = failed.code if failed != NULL else 0
     add_control(state, work, KIND_REFUSE, &answer, E_MISMATCH)
     return True
@@ -275,7 +275,7 @@ cdef bint is_end_of(Task* task, const Entry* name) noexcept nogil:
     cdef Leg* leg = &task.legs[0]
     return (task.is_numbered and task.channel == name.channel and leg.entry.peer == name.peer
             and leg.entry.number == name.number
-            and (leg.kind == LEG_SEND) == (name.label == OF_SENDER))
+            and (leg.kind == LEG_SEND) == (name.label == REFUSE_SEND))
 
 
 cdef bint is_left(Task* task, const Entry* name) noexcept nogil:
@@ -290,22 +290,22 @@ cdef bint is_left(Task* task, const Entry* name) noexcept nogil:
 cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     """An operation fails at another member, so it fails here, or will."""
     cdef Task* task = state.tasks
-    if name.label in (OF_SENDER, OF_RECEIVER):
+    if name.label in (REFUSE_SEND, REFUSE_RECV):
         while task != NULL and not is_end_of(task, name):
             task = task.next
         if task != NULL:
             fail_task(state, task, name.status, name.peer, work)
         return
     task = task_of(state, name)
-    if name.label == OF_MESSAGE:
+    if name.label == REFUSE_MESSAGE:
         name.label, name.mistake = name.mistake, 0
         if task != NULL and task.status == OK and is_left(task, name):
             fail_as_told(state, task, name, name.peer, work)
             tell_members(state, task, work)
         return
-    if name.label == OF_ONE:
+    if name.label == REFUSE_MEMBER:
         if task == NULL:
-            hear_late(state, name, OWN, work)
+            record_late_error(state, name, LATE_LOCAL, work)
         elif task.status == OK:
             fail_task(state, task, name.status, name.peer, work)
             tell_members(state, task, work)
@@ -314,7 +314,7 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
         fail_as_told(state, task, name, name.peer, work)
         return
     if has_begun(state, name, ANYONE):
-        hear_late(state, name, 0, work)
+        record_late_error(state, name, 0, work)
         return
     name.label = 0
     name.nbytes = name.peer
@@ -349,7 +349,7 @@ cdef int exchange_deliver(void* context, Link* link, const Header* header) noexc
     cdef Work work
     cdef int status = OK
     if header.kind == KIND_WINDOW:
-        return state.guest.deliver(state.guest.context, link, header)
+        return state.window_owner.deliver(state.window_owner.context, link, header)
     memset(&work, 0, sizeof(work))
     if header.kind == KIND_MESSAGE:
         take_message(state, peer, link.peer, header, &work)
@@ -491,8 +491,8 @@ cdef void exchange_closed(void* context, Link* link, int status) noexcept nogil:
     cdef Work work
     memset(&work, 0, sizeof(work))
     slot_retire(&peer.slot)
-    if state.guest.closed != NULL:
-        state.guest.closed(state.guest.context, link, status)
+    if state.window_owner.closed != NULL:
+        state.window_owner.closed(state.window_owner.context, link, status)
     pthread_mutex_lock(&state.lock)
     peer.has_left = True
     if status == E_SHUTDOWN and state.is_leaving:

@@ -34,15 +34,16 @@ cdef void hear(State* state, const Task* task) noexcept nogil:
         heard.nbytes = task.number
 
 
-cdef void come_late(State* state, Task* task, const Entry* late, Work* work) noexcept nogil:
+cdef void attach_late_error(State* state, Task* task, const Entry* late,
+                            Work* work) noexcept nogil:
     """Let an operation tell of a mistake in an earlier one, with which we were through.
 
     It does its part, so that it fails nobody who has heard of that already: unless somebody has
     waited for it, for then others may not come to it any more.
     """
-    if late.code & OWN:
+    if late.code & LATE_LOCAL:
         tell_all(state, task, late.mistake, 0, work)
-    if not late.code & UNHEARD or task.is_late or task.status != OK:
+    if not late.code & LATE_UNREPORTED or task.is_late or task.status != OK:
         return
     task.is_late = True
     task.mistake = late.mistake
@@ -52,12 +53,13 @@ cdef void come_late(State* state, Task* task, const Entry* late, Work* work) noe
         refuse_for(state, task, task.mistake, work)
 
 
-cdef void hear_late(State* state, const Entry* name, uint8_t code, Work* work) noexcept nogil:
+cdef void record_late_error(State* state, const Entry* name, uint8_t code,
+                            Work* work) noexcept nogil:
     """Others refused an operation that we are through with: the next on the channel tells.
 
     That is the oldest in flight that began later, or else the one that begins next. What one that
-    failed still gets is nobody's mistake, and who has had an error since has heard. code: OWN, if
-    it was us who noticed.
+    failed still gets is nobody's mistake, and who has had an error since has heard. code:
+    LATE_LOCAL, if it was us who noticed.
     """
     cdef Entry late
     cdef Entry* heard = heard_of(state, name.channel)
@@ -68,7 +70,7 @@ cdef void hear_late(State* state, const Entry* name, uint8_t code, Work* work) n
     memset(&late, 0, sizeof(late))
     late.mistake = name.mistake if name.mistake else name.number
     if heard == NULL or <int32_t>(late.mistake - heard.nbytes) > 0:
-        code |= UNHEARD
+        code |= LATE_UNREPORTED
     late.code = code
     late.nbytes = name.peer
     while next != NULL:                 # the newest come first
@@ -77,7 +79,7 @@ cdef void hear_late(State* state, const Entry* name, uint8_t code, Work* work) n
             task = next
         next = next.next
     if task != NULL:
-        come_late(state, task, &late, work)
+        attach_late_error(state, task, &late, work)
     elif code:
         late.what = LATE
         late.channel = name.channel
@@ -86,14 +88,14 @@ cdef void hear_late(State* state, const Entry* name, uint8_t code, Work* work) n
         note(state, &late)
 
 
-cdef void too_late(State* state, Entry* early, Work* work) noexcept nogil:
+cdef void handle_stale_message(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes came of an operation that is over and did not want them."""
     cdef Entry refusal = early[0]
     taken_unasked(state, early, work)
     if state.status == OK and failure_of(state, early) == NULL:
-        refusal.label = OF_ONE          # who sent them may wait for an answer
+        refusal.label = REFUSE_MEMBER          # who sent them may wait for an answer
         add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
-    hear_late(state, early, OWN, work)
+    record_late_error(state, early, LATE_LOCAL, work)
     free(early.payload)
     free(early)
 
@@ -110,7 +112,7 @@ cdef void drop_foreign(State* state, const Task* task, Work* work) noexcept nogi
         if early.channel == task.channel and early.number == task.number:
             drop(state, early)
             unlist_early(state, early)
-            too_late(state, early, work)
+            handle_stale_message(state, early, work)
         early = older
 
 
@@ -128,7 +130,7 @@ cdef void refuse_foreign(State* state, Task* task, Work* work) noexcept nogil:
         early = early.older
 
 
-cdef void hear_what_came(State* state, Task* task, Work* work) noexcept nogil:
+cdef void apply_pending_errors(State* state, Task* task, Work* work) noexcept nogil:
     """Let an operation that begins know what others said of it, and of those before it."""
     cdef Entry name
     cdef Entry* refused
@@ -140,7 +142,7 @@ cdef void hear_what_came(State* state, Task* task, Work* work) noexcept nogil:
         fail_as_told(state, task, refused, refused.nbytes, work)
         free(refused)
     while late != NULL:
-        come_late(state, task, late, work)
+        attach_late_error(state, task, late, work)
         free(late)
         late = take(state, &name, LATE)
 
@@ -269,7 +271,7 @@ cdef void tell_members(State* state, Task* task, Work* work) noexcept nogil:
         name_task(&name, task)
         name.number = leg.entry.number
         name.peer = leg.entry.peer
-        name.label = OF_RECEIVER if leg.kind == LEG_SEND else OF_SENDER
+        name.label = REFUSE_RECV if leg.kind == LEG_SEND else REFUSE_SEND
         add_control(state, work, KIND_REFUSE, &name, E_MISMATCH)
     else:
         tell_all(state, task, task.number, task.mistake, work)
@@ -479,7 +481,7 @@ cdef int do_own(State* state, Leg* leg) noexcept nogil:
         return fold_alone(state, leg.fold)
     distance = leg.address - leg.item.payload
     if distance >= <int64_t>leg.nbytes or -distance >= <int64_t>leg.nbytes:
-        hands_copy(leg.address, leg.item.payload, leg.nbytes, leg.task.nbytes, leg.task.nbytes)
+        pooled_copy(leg.address, leg.item.payload, leg.nbytes, leg.task.nbytes, leg.task.nbytes)
     elif distance:
         memmove(leg.address, leg.item.payload, leg.nbytes)
     return OK
@@ -511,7 +513,7 @@ cdef void transmit(State* state, Leg* leg, Work* work) noexcept nogil:
         pthread_mutex_unlock(&state.lock)
 
 
-cdef void go(State* state, Leg* leg, Work* work) noexcept nogil:
+cdef void run_leg(State* state, Leg* leg, Work* work) noexcept nogil:
     """Do what a leg does without waiting for anybody."""
     if leg.kind == LEG_SEND:
         transmit(state, leg, work)
@@ -521,7 +523,7 @@ cdef void go(State* state, Leg* leg, Work* work) noexcept nogil:
         finish_own(state, leg, do_own(state, leg), work)
 
 
-cdef void begin(State* state, Leg* leg, Work* work) noexcept nogil:
+cdef void prepare_leg(State* state, Leg* leg, Work* work) noexcept nogil:
     """Start a leg; what is left to do without the lock comes again. The lock is held."""
     if leg.task.status != OK:
         leg.state = BLOCKED
@@ -541,11 +543,11 @@ cdef void begin(State* state, Leg* leg, Work* work) noexcept nogil:
 
 cdef void start_leg(State* state, Leg* leg, Work* work) noexcept nogil:
     if leg.state == GOING:
-        go(state, leg, work)
+        run_leg(state, leg, work)
         return
     pthread_mutex_lock(&state.lock)
     if leg.state == STARTING:
-        begin(state, leg, work)
+        prepare_leg(state, leg, work)
     pthread_mutex_unlock(&state.lock)
 
 
@@ -604,7 +606,7 @@ cdef void leg_sent(SendItem* item, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- operations that begin
 
-cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
+cdef void prepare_task(State* state, Task* task, Work* work) noexcept nogil:
     """Number an operation, list it, and gather the legs that may start. The lock is held."""
     cdef Leg* leg
     cdef uint32_t i
@@ -623,7 +625,7 @@ cdef void begin_task(State* state, Task* task, Work* work) noexcept nogil:
             add_leg(work, leg)
     if state.goes_on and not (task.goes_on or task.is_numbered):
         fail_without(state, task, work)
-    hear_what_came(state, task, work)
+    apply_pending_errors(state, task, work)
 
 
 cdef void fail_without(State* state, Task* task, Work* work) noexcept nogil:
@@ -638,7 +640,7 @@ cdef void start_task(State* state, Task* task) noexcept nogil:
     cdef Work work
     memset(&work, 0, sizeof(work))
     pthread_mutex_lock(&state.lock)
-    begin_task(state, task, &work)
+    prepare_task(state, task, &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
     pthread_mutex_lock(&state.lock)

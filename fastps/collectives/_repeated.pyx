@@ -11,7 +11,7 @@ from libc.stdint cimport int64_t, uintptr_t
 from libc.string cimport memset
 
 from fastps._core cimport OK
-from fastps.collectives._calls cimport changes_so_far
+from fastps.collectives._calls cimport current_epoch
 from fastps.collectives._exchange cimport Exchange, Operation, Program, Task
 
 import numpy as np
@@ -111,30 +111,30 @@ cdef class Repeated:
     def run(self, list arrays, int64_t before):
         """Do it, and give the call's result, or MISSED: it has to be checked whole. Blocks.
 
-        before: changes_so_far() when it was looked up. MeanwhileError if there are others now.
+        before: current_epoch() when it was looked up. MeanwhileError if there are others now.
         """
         begun = self.begin(arrays, before)
         if begun is None:
-            return _calls.MISSED
+            return _calls.CACHE_MISS
         operation, result = begun
         try:
             self.group.finish(operation)
         except SizesDifferError:
-            return _calls.MISSED
-        if changes_so_far() != before:
+            return _calls.CACHE_MISS
+        if current_epoch() != before:
             raise MeanwhileError(operation, result)
         return result
 
     def begin(self, list arrays, int64_t before):
         """Begin it; give the operation and where the call's result will be. None: check it whole.
 
-        before: changes_so_far() when it was looked up.
+        before: current_epoch() when it was looked up.
         """
         cdef Operation operation
         target = None if self.target == NOTHING else (
             self.group.empty(self.shape, self.dtype) if self.target == NEW
             else arrays[self.target])
-        if changes_so_far() != before or not (self.guess is None or self.guess.holds):
+        if current_epoch() != before or not (self.guess is None or self.guess.holds):
             return None
         source = None if self.source == NOTHING else arrays[self.source]
         if source is not None and (source is target) != self.is_same:
@@ -142,7 +142,7 @@ cdef class Repeated:
         operation = self.launch(source, target)
         if operation is None:
             return None
-        if self.is_noted or changes_so_far() != before:
+        if self.is_noted or current_epoch() != before:
             self.group.note(operation)
         return operation, (None if self.gives == NOTHING else target if self.gives == NEW
                            else arrays[self.gives])

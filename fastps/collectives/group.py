@@ -16,10 +16,10 @@ from typing import Any, Concatenate, ParamSpec
 import numpy as np
 
 from fastps.collectives import schedule as plans
-from fastps.collectives._calls import Calls, changes_so_far
+from fastps.collectives._calls import Calls, current_epoch
 from fastps.collectives.descriptions import Brought, brought_of
-from fastps.collectives.group_base import MANY_KINDS, Members, ReadyKind
-from fastps.collectives.group_handle import Promise
+from fastps.collectives.group_base import MANY_KINDS, GroupBase, ReadyKind
+from fastps.collectives.group_handle import GroupHandle
 from fastps.collectives.overlap import check_arrays, is_apart
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import ArgumentError
@@ -31,19 +31,19 @@ ANYBODY = -1
 P = ParamSpec("P")
 
 
-def at_once(
-    start: Callable[Concatenate[Group, P], Promise],
-) -> Callable[Concatenate[Group, P], Promise]:
+def cached_start(
+    start: Callable[Concatenate[Group, P], GroupHandle],
+) -> Callable[Concatenate[Group, P], GroupHandle]:
     """Have an operation of a group begin without all checks where one like it went well before."""
     calls = Calls(Op, DType)
 
     @functools.wraps(start)
-    def run(self: Group, /, *args: P.args, **options: P.kwargs) -> Promise:
+    def run(self: Group, /, *args: P.args, **options: P.kwargs) -> GroupHandle:
         key = (id(self), *args)  # what is known of a call keeps its group
         begun = calls.begin(key, options)
         if begun is not None:
             return self.promise(*begun)
-        before, promise = changes_so_far(), start(self, *args, **options)
+        before, promise = current_epoch(), start(self, *args, **options)
         operations = promise.operations
 
         return promise.then(lambda found: calls.remember(key, options, found, operations, before))
@@ -57,7 +57,7 @@ _NEIGHBOR_RULES = {
 }  # fmt: skip
 
 
-class Group(Members):
+class Group(GroupBase):
     """What the members of a process set do; made by Session.group() or add_process_set().
 
     Every operation begins at once and gives a Handle.
@@ -65,7 +65,7 @@ class Group(Members):
 
     # ---- operations of all members ----
 
-    @at_once
+    @cached_start
     def allreduce(
         self,
         array: Array,
@@ -77,7 +77,7 @@ class Group(Members):
         divisor: int | None = None,
         priority: int = 0,
         brought: Brought = (),
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to reduce the arrays of all members, by a sum or another op, on all.
 
         out: None for a new array, array itself for in place. divisor: what a sum is divided by,
@@ -95,7 +95,7 @@ class Group(Members):
             op=op, name=name, dtype=dtype, divisor=divisor, priority=priority, brought=brought,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def reduce(
         self,
         array: Array,
@@ -105,7 +105,7 @@ class Group(Members):
         op: Op = Op.AVERAGE,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to reduce the arrays of all members on the root; others' out is not written."""
         root = self._member(root, "root")
         if self.rank != root:
@@ -123,7 +123,7 @@ class Group(Members):
             op=op, name=name, dtype=dtype, root=root,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def reducescatter(
         self,
         array: Array,
@@ -134,7 +134,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
         brought: Brought = (),
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to reduce the arrays of all members, each member's block on that member.
 
         counts: elements of each member's block; None: even, and the array's size is divisible.
@@ -151,7 +151,7 @@ class Group(Members):
             op=op, name=name, dtype=dtype, brought=brought,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def allgather(
         self,
         array: Array,
@@ -161,7 +161,7 @@ class Group(Members):
         name: str | None = None,
         dtype: DType | None = None,
         brought: Brought = (),
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to gather the arrays of all members, concatenated, on all.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
@@ -179,7 +179,7 @@ class Group(Members):
             name=name, dtype=dtype, place=sum(sizes[: self.rank]), brought=brought,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def gather(
         self,
         array: Array,
@@ -189,7 +189,7 @@ class Group(Members):
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to gather the arrays of all members on the root; counts as allgather()."""
         root = self._member(root, "root")
         sizes = [array.size] * self.size if counts is None else list(counts)
@@ -207,7 +207,7 @@ class Group(Members):
             name=name, dtype=dtype, root=root,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def scatter(
         self,
         array: Array | None,
@@ -217,7 +217,7 @@ class Group(Members):
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to scatter the root's array, a block to each member; counts: elements of each."""
         root = self._member(root, "root")
         sizes = [out.size] * self.size if counts is None else list(counts)
@@ -235,7 +235,7 @@ class Group(Members):
             name=name, dtype=dtype, root=root, like=out,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def alltoall(
         self,
         array: Array,
@@ -245,7 +245,7 @@ class Group(Members):
         receive_counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to send each member its block, and receive those of all in their order.
 
         send_counts: elements of our array for each member; receive_counts: those that each has
@@ -263,10 +263,10 @@ class Group(Members):
             name=name, dtype=dtype,
         )  # fmt: skip
 
-    @at_once
+    @cached_start
     def broadcast(
         self, array: Array, *, root: int, name: str | None = None, dtype: DType | None = None
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to copy the root's array into everybody's, in place."""
         root = self._member(root, "root")
         is_root = self.rank == root
@@ -278,8 +278,8 @@ class Group(Members):
             name=name, dtype=dtype, result=array, root=root,
         )  # fmt: skip
 
-    @at_once
-    def barrier(self, *, name: str | None = None) -> Promise:
+    @cached_start
+    def barrier(self, *, name: str | None = None) -> GroupHandle:
         """Start to wait until every member has begun."""
         return self._move(
             ("barrier",), None, None, lambda: plans.barrier(self.rank, self.size),
@@ -300,7 +300,7 @@ class Group(Members):
         divisor: int = 1,
         weights: Sequence[float] = (),
         goes_on: bool = False,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start what a schedule says; every member does, though it may have nothing to do.
 
         key: one of KINDS, and all that the schedule follows from. divisor: of folds without
@@ -320,11 +320,11 @@ class Group(Members):
 
     # ---- operations of two ----
 
-    @at_once
+    @cached_start
     def send(
         self, array: Array, target: int, *, tag: int = 0, dtype: DType | None = None,
         priority: int = 0,
-    ) -> Promise:  # fmt: skip
+    ) -> GroupHandle:  # fmt: skip
         """Start to send an array to a member; done when it may be changed again.
 
         Messages of two members with one tag arrive in the order in which they were sent; of
@@ -333,10 +333,10 @@ class Group(Members):
         peer = self._member(target, "target")
         return self._message(Kind.SEND, array, peer, tag, dtype, priority)
 
-    @at_once
+    @cached_start
     def receive(
         self, out: Array, source: int | None = None, *, tag: int = 0, dtype: DType | None = None
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to receive an array of just this size; None: from whoever sends first.
 
         The handle's `source` tells who that was, when it is done.
@@ -347,7 +347,7 @@ class Group(Members):
     def _message(
         self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None,
         priority: int = 0,
-    ) -> Promise:  # fmt: skip
+    ) -> GroupHandle:  # fmt: skip
         if array.nbytes > plans.MAX_MESSAGE_BYTES:
             return self._messages(kind, array, peer, tag, dtype, priority)
         key = kind, array.nbytes, peer, operator.index(tag), array.dtype, dtype
@@ -381,7 +381,7 @@ class Group(Members):
 
     def _messages(
         self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None, priority: int
-    ) -> Promise:
+    ) -> GroupHandle:
         """Send or receive what is too long for one message, in several."""
         if peer == ANYBODY:
             raise ValueError(f"name the source of {array.nbytes} bytes: they are several messages")
@@ -410,7 +410,7 @@ class Group(Members):
         priority: int = 0,
         brought: Brought = (),
         root: int = -1,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start an operation that sums."""
         code = self._dtype(array, dtype)
         if not isinstance(op, Op):
@@ -448,7 +448,7 @@ class Group(Members):
         root: int = -1,
         like: Array | None = None,
         brought: Brought = (),
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start an operation that moves bytes; place: element of out where ours may lie.
 
         like: what others bring the like of, if it is not the array.

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastps.collectives import schedule as plans
 from fastps.collectives.channels import Channels, Part, is_single, whole_of
 from fastps.collectives.descriptions import About, Brought, form_of, rows_of
-from fastps.collectives.group_handle import Promise, SizesDifferError
+from fastps.collectives.group_handle import GroupHandle, SizesDifferError
 from fastps.collectives.overlap import check_arrays, copy_alone, is_apart
 from fastps.collectives.schedule import Schedule
-from fastps.collectives.size_cache import Guess, Steady
+from fastps.collectives.size_cache import SizeCache, SizeGuess
 from fastps.collectives.staged import Line, Staged, Stages, run
 from fastps.errors import (
     DuplicateNameError,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fastps.collectives._exchange import Operation, Program
-    from fastps.collectives.group_host import Host
+    from fastps.collectives.group_host import GroupContext
 
 MANY_KINDS = 512  # of operations that are kept ready
 
@@ -70,7 +70,7 @@ MAY_BE_SEVERAL = ("barrier", "neighbor")
 MAY_END_FIRST = ("broadcast", "reduce")
 
 
-class Members:
+class GroupBase:
     """The members of a process set.
 
     ranks: their numbers in the job, ascending or not; their order is that of sums and blocks.
@@ -78,7 +78,9 @@ class Members:
     gate: while it is held, no operation begins that begins with all checks. is_removed: nor later.
     """
 
-    def __init__(self, host: Host, ranks: Sequence[int], key: str = "", words: str = "") -> None:
+    def __init__(
+        self, host: GroupContext, ranks: Sequence[int], key: str = "", words: str = ""
+    ) -> None:
         self.ranks = tuple(ranks)
         self.of = words and f" of {words} {list(self.ranks)}"
         self.size = len(self.ranks)
@@ -90,7 +92,7 @@ class Members:
         self._kinds: dict[object, ReadyKind] = {}
         self._routes: dict[tuple[object, ...], tuple[ReadyKind, int, str]] = {}  # of messages
         self.channels = Channels(self.key)
-        self.steady = Steady()
+        self.steady = SizeCache()
         self.gate, self.is_removed = threading.RLock(), False
         self.lines: dict[str, Line] = {}  # by name, of operations of several exchanges
 
@@ -116,7 +118,7 @@ class Members:
         goes_on: bool = False,
         brought: Brought = (),
         root: int = -1,
-    ) -> Promise:
+    ) -> GroupHandle:
         check_arrays(label, array, out)
         self._host.check_usable()
         if name is not None:
@@ -139,7 +141,7 @@ class Members:
             self._note(operation, About(self, name, key, divisor, brought, rule, root))
         return self.promise(operation, result)
 
-    def promise(self, operation: Operation, result: Array | None) -> Promise:
+    def promise(self, operation: Operation, result: Array | None) -> GroupHandle:
         """Make the handle of an operation that has begun."""
         about: About | None = operation.about
         return self._host.promise(
@@ -259,7 +261,7 @@ class Members:
         """Wait for an exchange for left_s; StallError, as of limit_s, if it is not over then."""
         self._host.wait_until_over(operation, self._explain, left_s, limit_s)
 
-    def trade(
+    def exchange_sizes(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
         may_differ: bool = False, brought: Brought = (), root: int = -1,
     ) -> Operation:  # fmt: skip
@@ -272,7 +274,7 @@ class Members:
         is_each = kind == "alltoall"
         here = [len(sent) // self.size] * self.size if is_each else [len(sent)]
         there = [len(found) // self.size] * self.size
-        guess, what = Guess(key), (kind, *here, *there, None)
+        guess, what = SizeGuess(key), (kind, *here, *there, None)
         about = About(self, name, what, 1, brought, root=root)
         return self._begin(about, sent, found, None, guess, lambda: (
             plans.alltoall(self.rank, here, there, self.machines) if is_each
@@ -290,7 +292,7 @@ class Members:
         dtype: DType,
         root: int,
         brought: Brought,
-        guess: Guess,
+        guess: SizeGuess,
     ) -> Operation:
         """Start an operation that begins with a trade, with bytes for each and of each as a guess.
 
@@ -317,7 +319,7 @@ class Members:
         sent: Any,
         found: Any,
         dtype: DType | None,
-        guess: Guess,
+        guess: SizeGuess,
         make: Callable[[], Schedule],
         **how: Any,
     ) -> Operation:

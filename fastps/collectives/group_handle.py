@@ -26,7 +26,7 @@ class MeanwhileError(Exception):
         self.result = result
 
 
-class Promise(Handle):
+class GroupHandle(Handle):
     """The handle of an operation of a group."""
 
     def __init__(

@@ -14,14 +14,14 @@ from fastps.worker.handle import Array
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
     from fastps.collectives.descriptions import Membership
-    from fastps.collectives.group_handle import Promise
+    from fastps.collectives.group_handle import GroupHandle
     from fastps.collectives.staged import Lines
 
 # Words the failure of an operation: its place in the handle, status, seconds
 Explain: TypeAlias = "Callable[[Operation, int, int | None, float], FastPSError]"
 
 
-class Host(Protocol):
+class GroupContext(Protocol):
     """What a group needs of its session."""
 
     @property
@@ -72,7 +72,7 @@ class Host(Protocol):
         members: Sequence[int],
         *,
         is_average: bool = False,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Make the handle of an operation."""
 
     def wait(self, operation: Operation, explain: Explain) -> None:

@@ -98,7 +98,7 @@ def _trade(
     group = rows.group
 
     def begin(name: str | None, *, may_differ: bool) -> Operation:
-        return group.trade(
+        return group.exchange_sizes(
             rows.kind, packed, found, name, rows.key, may_differ=may_differ,
             brought=rows.brought, root=rows.root,
         )  # fmt: skip

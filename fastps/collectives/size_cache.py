@@ -19,7 +19,7 @@ MANY = 512  # sizes that are remembered
 MOST_MISSES = 32
 
 
-class Guess:
+class SizeGuess:
     """What an operation takes for granted, if anything: how much comes of each member.
 
     key: what all members know of it. holds: nobody has told anything else since.
@@ -43,7 +43,7 @@ class _Sizes:
         self.came: Sequence[int] = ()
         self.equal = 0  # times that they told the same again
         self.needed = needed
-        self.guess: Guess | None = None  # that it will be so again
+        self.guess: SizeGuess | None = None  # that it will be so again
 
     def change(self) -> None:
         """Let nobody take it for granted, for now."""
@@ -52,7 +52,7 @@ class _Sizes:
             self.guess.holds, self.guess = False, None
 
 
-class Steady:
+class SizeCache:
     """The sizes of the operations of a group; key: what all members know of one of them."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Steady:
         self._missed: set[Hashable] = set()
         self._misses = 0
 
-    def guess(self, key: Hashable, sent: Sequence[int]) -> Guess | None:
+    def guess(self, key: Hashable, sent: Sequence[int]) -> SizeGuess | None:
         """Return what comes of each member if it is as before; None: ask."""
         known = self._known.get(key)
         return known.guess if known is not None and known.sent == sent else None
@@ -80,7 +80,7 @@ class Steady:
             return
         known.equal += 1
         if known.equal == known.needed:
-            known.guess = Guess(key, came)
+            known.guess = SizeGuess(key, came)
 
     def missed(self, key: Hashable) -> None:
         """Note that somebody took sizes for granted, and somebody had others."""

@@ -29,13 +29,17 @@ class Policy(IntEnum):
     SUM = 1  # all push, the sum goes to all: one round after the other
     ACCUMULATE = 2  # each push is added at once; its answer is the value by then
     ACCEPTED = 3  # the mean of what all push becomes the value; readers pull, and hold nobody up
-    AGREED = 4  # so does their median, element by element
-    KEPT = 6  # what the codec of another key's sums keeps there: read, and written by worker 0
-    GATHERED = 5  # what a rule makes of those that came in time moves the value; see Gathering
+    COMBINED = 4  # so does their median, element by element
+    CODEC_STATE = (
+        6  # what the codec of another key's sums keeps there: read, and written by worker 0
+    )
+    DEADLINE_ROUNDS = (
+        5  # what a rule makes of those that came in time moves the value; see Gathering
+    )
 
 
-WHOLE = (Policy.GATHERED, Policy.KEPT)  # by whole partitions
-SETTLING = (Policy.ACCEPTED, Policy.AGREED)
+WHOLE = (Policy.DEADLINE_ROUNDS, Policy.CODEC_STATE)  # by whole partitions
+SETTLING = (Policy.ACCEPTED, Policy.COMBINED)
 
 
 class Givers(IntEnum):
@@ -95,7 +99,7 @@ def check_policy(
     if is_whole != (policy in WHOLE or is_coded) and policy != Policy.SUM:
         raise ValueError("only sums go by whole partitions, and what is gathered or coded has to")
     if is_coded and (
-        policy not in (Policy.GATHERED, Policy.ACCUMULATE)
+        policy not in (Policy.DEADLINE_ROUNDS, Policy.ACCUMULATE)
         or (policy == Policy.ACCUMULATE and staleness != ANY_STALENESS)
     ):
         raise ValueError("changes travel encoded where they are gathered, or nobody waits")
@@ -159,7 +163,7 @@ ALONE = Gathering()
 
 def is_followed(policy: int, coding: Coding) -> bool:
     """Return whether members follow a value by changes that travel encoded."""
-    holds = policy in (Policy.ACCUMULATE, Policy.GATHERED)
+    holds = policy in (Policy.ACCUMULATE, Policy.DEADLINE_ROUNDS)
     return holds and coding.codec is not Codec.NONE
 
 
@@ -194,7 +198,7 @@ def cast_apart(n: int, epoch: int = 0) -> Cast:
 
 def trim_of(policy: Policy, n: int) -> int:
     """Return how many of n values are left out at either end; 0: their mean is taken."""
-    return (n - 1) // 2 if policy is Policy.AGREED else 0
+    return (n - 1) // 2 if policy is Policy.COMBINED else 0
 
 
 def cast_kept(n: int, epoch: int = 0) -> Cast:

@@ -118,7 +118,7 @@ def _forget_clients_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_clients_in_child)
 
 
-class Asked(Generic[AnswerT]):
+class PendingReply(Generic[AnswerT]):
     """The handle of the scheduler's answer to a request."""
 
     def __init__(
@@ -284,7 +284,7 @@ class ControlClient:
         self._check_may_wait(f"barrier {name!r}")
         self.enter_barrier(name, timeout_s=timeout_s).wait()
 
-    def enter_barrier(self, name: str, *, timeout_s: float) -> Asked[Done]:
+    def enter_barrier(self, name: str, *, timeout_s: float) -> PendingReply[Done]:
         """Start barrier(): its error, or its end, comes of wait()."""
         check_name(name)
         timeout_s = checked_seconds(timeout_s)
@@ -378,7 +378,7 @@ class ControlClient:
         That blocks for GRACE_S after the beginning at most. leave() does not wait for a scheduler
         that was silent. One whose connection has ended is not silent: that says more.
         """
-        asked: list[Asked[ClockTold]] = []
+        asked: list[PendingReply[ClockTold]] = []
         with contextlib.suppress(FastPSError):
             message = AskClock(next(self._numbers))
             asked += [self._begin(message, ClockTold, what="asking for the time", timeout_s=0.0)]
@@ -493,14 +493,14 @@ class ControlClient:
 
     def _begin(
         self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
-    ) -> Asked[AnswerT]:
+    ) -> PendingReply[AnswerT]:
         """Send a request, for whose answer somebody waits later."""
         self._check_usable()
         frame = pack_to_scheduler(message)
         deadline = time.monotonic() + timeout_s + GRACE_S
         future = self._enlist(message.request)
         give_up = functools.partial(self._unlist, message.request)
-        asked = Asked(future, kind, what, timeout_s, deadline, give_up)
+        asked = PendingReply(future, kind, what, timeout_s, deadline, give_up)
         try:
             self._write(frame, deadline)
         except TimeoutError as error:

@@ -371,7 +371,7 @@ class Declarations:
         known = self._tensors.get(name)
         if known is not None and known.batch in self._leaving:
             raise ConfigError("it is being forgotten")
-        if known is None and layout.policy is Policy.KEPT:
+        if known is None and layout.policy is Policy.CODEC_STATE:
             self._check_kept(layout)
         return known is None
 
@@ -552,6 +552,6 @@ def _full_side(layout: Layout) -> str:
         f"{layout.coding}"
         + (f", {layout.rule}" if layout.rule.has_meaning() else "")
         + (f", {layout.compensation}" if layout.compensation.strength else "")
-        + (f", {layout.gathering}" if layout.policy is Policy.GATHERED else "")
+        + (f", {layout.gathering}" if layout.policy is Policy.DEADLINE_ROUNDS else "")
         + (f", of updates that are {layout.updates}" if layout.givers is Givers.VALIDATORS else "")
     )

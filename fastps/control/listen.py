@@ -16,7 +16,7 @@ from fastps.transport.interfaces import own_address
 
 
 @dataclass(frozen=True)
-class Doors:
+class Listeners:
     """Bound sockets, and how others reach them: address, and abstract Unix name or nothing."""
 
     sockets: list[socket.socket]
@@ -28,7 +28,7 @@ class Doors:
         sockets.close_all(self.sockets)
 
 
-def open_doors(config: Config, *, port: int) -> Doors:
+def open_listeners(config: Config, *, port: int) -> Listeners:
     """Listen on the own address, port 0 takes a free one, and on a Unix socket if settings allow.
 
     Blocks up to connect_timeout_s for a scheduler whose name is not known yet, since the way to
@@ -46,4 +46,4 @@ def open_doors(config: Config, *, port: int) -> Doors:
             sockets.close_all(listeners)
             raise
         listeners.append(sock)
-    return Doors(listeners, address, name)
+    return Listeners(listeners, address, name)

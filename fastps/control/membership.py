@@ -64,7 +64,7 @@ from fastps.control.protocol import (
     Waiting,
     Whereabouts,
 )
-from fastps.control.start_watch import Absentees, Place, StartWatch
+from fastps.control.start_watch import MissingMembers, Place, StartWatch
 from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Membership:
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
         self._watch = StartWatch(config.start_watch_s)
-        self._absentees = Absentees(machines or {})
+        self._absentees = MissingMembers(machines or {})
         self._goes_on = False
         self._is_finished = False
         self._end_reason = ""
@@ -206,7 +206,7 @@ class Membership:
             self._end(reason, 0 if self.first_cause is None else 1, now)
         return self._drain(now)
 
-    def inquire(self, now: float) -> list[Action]:
+    def ask_locations(self, now: float) -> list[Action]:
         """Find out, and log, who waits for whom."""
         workers = self._of_role("worker")
         self._out += [Send(item.peer, Locate(0, "")) for item in workers if item.is_working]

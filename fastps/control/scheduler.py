@@ -47,7 +47,7 @@ from fastps.errors import ConfigError, ProtocolError
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
 from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose
 from fastps.transport import sockets
-from fastps.transport.handshake_gate import Gate
+from fastps.transport.handshake_gate import HandshakeGate
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Scheduler:
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         self._membership = Membership(self._config, now=self._loop.time(), machines=self._machines)
         listeners = self._listeners or self._listen()
-        self._gate = Gate(
+        self._gate = HandshakeGate(
             [*listeners, *sockets.stand_in_for(listeners)],
             key=self._claim,
             purposes=(Purpose.CONTROL, Purpose.PULSE),
@@ -190,9 +190,9 @@ class Scheduler:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._membership.expect_ends, places, why)
 
-    def inquire(self) -> None:
+    def ask_locations(self) -> None:
         """Log who waits for whom, as soon as workers have said it. From the loop's thread."""
-        self._do(self._membership.inquire(self._loop.time()))
+        self._do(self._membership.ask_locations(self._loop.time()))
 
     def tell_absent(self, message: Absent) -> None:
         """Take a launcher's word that a process has ended. From any thread, after run()."""

@@ -47,7 +47,7 @@ class StartWatch:
         return waited_s
 
 
-class Absentees:
+class MissingMembers:
     """Who has ended, as launchers say, and where those are that have not come yet."""
 
     def __init__(self, machines: Mapping[Place, str]) -> None:

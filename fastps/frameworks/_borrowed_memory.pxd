@@ -8,7 +8,7 @@ cdef struct Row:  # of a table, an array of 64-bit integers
     int64_t nbytes
 
 
-cdef class Lent:
+cdef class BorrowedMemory:
     cdef Py_ssize_t count  # of arrays; set once, as the rest
     cdef void **addresses  # the framework's; valid as long as the subclass says
     cdef int64_t *sizes  # bytes of each array

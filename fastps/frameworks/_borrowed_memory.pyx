@@ -40,7 +40,7 @@ cdef void let_go(Py_buffer *views) noexcept:
     PyBuffer_Release(&views[1])
 
 
-cdef class Lent:
+cdef class BorrowedMemory:
     """A sequence of arrays over lent memory; tables of (place, offset, nbytes) tell copies."""
 
     def __cinit__(self):

@@ -22,7 +22,7 @@ from fastps.algorithms.server_parameters import ServerParameters
 from fastps.contract.codec import PLAIN
 from fastps.contract.compression import Choice
 from fastps.errors import FastPSError
-from fastps.frameworks._borrowed_memory import Lent
+from fastps.frameworks._borrowed_memory import BorrowedMemory
 from fastps.frameworks.gradient_round import (
     BUCKET_BYTES,
     Average,
@@ -41,7 +41,7 @@ from fastps.worker.handle import Array, Waitable
 if TYPE_CHECKING:
     from fastps.session.session import Session
 
-Arrays: TypeAlias = Sequence[Array] | Lent
+Arrays: TypeAlias = Sequence[Array] | BorrowedMemory
 ALIGNMENT = 64  # bytes, of each array in a bucket: what the processor loads at once
 _BFLOAT16 = np.dtype(np.uint16)
 
@@ -125,7 +125,7 @@ class _Bucket:
             source = sources[0]
             self._out = source if outs is None else outs[0]
             return source, self._out
-        if isinstance(sources, Lent):
+        if isinstance(sources, BorrowedMemory):
             sources.gather(self._bytes, self._own)
         else:
             for source, slot in zip(sources, self._slots, strict=True):
@@ -144,7 +144,7 @@ class _Bucket:
     def _store(self, outs: Arrays, places: Sequence[int]) -> None:
         if self.is_loose:
             self._check_place(outs[places[0]])
-        elif isinstance(outs, Lent):
+        elif isinstance(outs, BorrowedMemory):
             outs.scatter(self._bytes, self._whole if places is self.places else self._own)
         else:
             for slot, place in zip(self._slots, places, strict=True):

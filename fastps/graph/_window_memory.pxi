@@ -2,9 +2,9 @@
 # Part of _windows.pyx: buffers and the locks before them, and what is done to their bytes.
 #
 # The lock of a buffer is a futex that says who has it, so that whoever waits can name them, and
-# takes over from one who died. It is a leaf: who has one waits for nobody but hands that help with
-# its bytes. An update has many; it takes those that others write first, so that no link's thread
-# waits for another process.
+# takes over from one who died. It is a leaf: who has one waits for nobody but copiers that help
+# with its bytes. An update has many; it takes those that others write first, so that no link's
+# thread waits for another process.
 
 # ---------------------------------------------------------------- locks
 
@@ -51,13 +51,13 @@ cdef int scale(Shape* window, const char* source, char* target, double weight) n
     cdef const void* sources[1]
     if weight == 1.0:
         if source != target:
-            hands_copy(target, source, window.nbytes, window.nbytes, window.nbytes)
+            pooled_copy(target, source, window.nbytes, window.nbytes, window.nbytes)
         return OK
     sources[0] = source
     if window.mix == NULL:
         return E_MISMATCH
-    if hands_fold(window.mix, sources, 1, target, window.nbytes / window.itemsize,
-                  window.itemsize, &weight, window.nbytes) != 1:
+    if pooled_fold(window.mix, sources, 1, target, window.nbytes / window.itemsize,
+                   window.itemsize, &weight, window.nbytes) != 1:
         return E_PROTOCOL
     return OK
 
@@ -68,8 +68,8 @@ cdef int add_bytes(Shape* window, char* target, const char* source,
     cdef int64_t divisor = 1
     sources[0] = target
     sources[1] = source
-    if hands_fold(window.sum, sources, 2, target, nbytes / window.itemsize, window.itemsize,
-                  &divisor, nbytes) != 1:
+    if pooled_fold(window.sum, sources, 2, target, nbytes / window.itemsize, window.itemsize,
+                   &divisor, nbytes) != 1:
         return E_PROTOCOL
     return OK
 
@@ -106,8 +106,8 @@ cdef int add_scaled(Shape* window, char* target, const char* source, double weig
     if window.mix == NULL:
         return E_MISMATCH
     how.window, how.weight = window, weight
-    if hands_fold(add_steps, &place, 1, target, window.nbytes / window.itemsize,
-                  window.itemsize, &how, window.nbytes) != 1:
+    if pooled_fold(add_steps, &place, 1, target, window.nbytes / window.itemsize,
+                   window.itemsize, &how, window.nbytes) != 1:
         return E_PROTOCOL
     return OK
 
@@ -145,7 +145,7 @@ cdef void trade(Buffer* buffer, char** place, uint32_t nbytes) noexcept nogil:
     """Let what has landed become the buffer's bytes."""
     cdef char* before = buffer.data
     if buffer.is_direct:
-        hands_copy(buffer.data, place[0], nbytes, nbytes, nbytes)
+        pooled_copy(buffer.data, place[0], nbytes, nbytes, nbytes)
     else:
         buffer.data = place[0]
         place[0] = before
@@ -298,8 +298,8 @@ cdef int fold(Action* action) noexcept nogil:
     how.action, how.rule, how.args = action, window.mix, weights
     if action.is_mean:
         how.rule, how.args = window.sum, &divisor
-    if hands_fold(fold_steps, places, count, action.array, window.nbytes / window.itemsize,
-                  window.itemsize, &how, window.nbytes) != 1:
+    if pooled_fold(fold_steps, places, count, action.array, window.nbytes / window.itemsize,
+                   window.itemsize, &how, window.nbytes) != 1:
         return E_PROTOCOL
     return OK
 

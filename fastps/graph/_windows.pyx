@@ -29,8 +29,8 @@ from libc.string cimport memcpy, memset
 
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, completion_is_done,
-    completion_part_done, completion_reset, completion_wait_signals, deadline_of, hands_copy,
-    hands_fold, now_ns, thread_create, thread_join,
+    completion_part_done, completion_reset, completion_wait_signals, deadline_of, pooled_copy,
+    pooled_fold, now_ns, thread_create, thread_join,
 )
 from fastps.collectives._exchange cimport Exchange
 from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave

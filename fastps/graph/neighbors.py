@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives.group import Group
-from fastps.collectives.group_handle import Promise
+from fastps.collectives.group_handle import GroupHandle
 from fastps.contract.codec import Coding, Option
 from fastps.errors import ArgumentError
 from fastps.graph import schedule as plans
@@ -107,7 +107,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to mix our array with those of neighbours, or to combine them by a rule."""
         group = self._group
         how = mixing(self.graph, group.rank, self_weight, src_weights, dst_weights,
@@ -134,7 +134,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> tuple[Promise, Callable[[], Array]]:
+    ) -> tuple[GroupHandle, Callable[[], Array]]:
         """Start to gather what neighbours have; when it is there, the second puts it into out.
 
         So a rule may look at whole arrays, and who is lost midway is left out with all it has.
@@ -150,7 +150,7 @@ class Neighbors:
     def _combine(
         self, group: Group, how: Mixing, array: Array, out: Array, rule: Rule | None,
         name: str | None, dtype: DType | None, *, keeps_row: bool = True,
-    ) -> tuple[Promise, Callable[[], Array]]:  # fmt: skip
+    ) -> tuple[GroupHandle, Callable[[], Array]]:  # fmt: skip
         edges, code = how.edges, _floats(array, dtype)
         heard, count = [*edges.sources, *edges.ignored], len(edges.sources) + 1
         rows = np.empty((len(heard), array.size), array.dtype)
@@ -195,7 +195,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> tuple[Promise, Callable[[], Array]]:
+    ) -> tuple[GroupHandle, Callable[[], Array]]:
         """Start to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
         from fastps.graph import edge_codecs  # noqa: PLC0415  (few jobs need it)
 
@@ -245,7 +245,7 @@ class Neighbors:
         pair_weight: float | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to mix our array with that of one other worker, who calls it too."""
         group, how = self._pair_mixing(target, self_weight, pair_weight)
         return _start_mix(group, how, array, out, name, dtype)
@@ -260,7 +260,7 @@ class Neighbors:
         pair_weight: float | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> tuple[Promise, Callable[[], Array]]:
+    ) -> tuple[GroupHandle, Callable[[], Array]]:
         """Start pair_gossip() with one that may be lost: then ours is all there is."""
         group, how = self._pair_mixing(target, self_weight, pair_weight)
         return self._combine(group, how, array, out, None, name, dtype)
@@ -289,7 +289,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to mix the average of our machine with those of neighbouring machines.
 
         Of those that are left, when it begins; it fails if another one is lost meanwhile.
@@ -326,7 +326,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to gather the arrays of sources, in that order; counts: elements of each."""
         group = self._group
         edges = Edges((), tuple((one, -1) for one in targets), is_checked=is_checked)
@@ -378,7 +378,7 @@ def _check_coded(coding: Coding, how: Mixing, rule: Rule | None) -> None:
 
 def _start_mix(
     group: Group, how: Mixing, array: Array, out: Array, name: str | None, dtype: DType | None
-) -> Promise:
+) -> GroupHandle:
     edges, code = how.edges, _floats(array, dtype)
     if group.size == 1:
         return _alone(group, how, array, out, code)
@@ -392,7 +392,7 @@ def _start_mix(
 def _start_trimmed(
     group: Group, how: Mixing, rule: OrderRule, array: Array, out: Array, name: str | None,
     dtype: DType | None,
-) -> Promise:  # fmt: skip
+) -> GroupHandle:  # fmt: skip
     """Start to combine; weights say only whose arrays, and what is sent."""
     edges, code = how.edges._replace(is_mean=True), _floats(array, dtype)
     trim = rule.trim_of(len(edges.sources) + 1)
@@ -451,7 +451,7 @@ def _run(kernel: int, arrays: Sequence[Array], target: Any, count: int, args: An
     _RULE(kernel)(addresses, len(arrays), target, count, ctypes.byref(args))
 
 
-def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> Promise:
+def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> GroupHandle:
     """Do the operation of a job of one: what is our own has a weight too."""
     promise = group.allreduce(array, out, dtype=code)  # copies
     if how.weights:

@@ -18,7 +18,7 @@ import numpy as np
 
 from fastps.collectives._exchange import Exchange
 from fastps.collectives.group import Group
-from fastps.collectives.group_handle import Promise
+from fastps.collectives.group_handle import GroupHandle
 from fastps.config.words import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
@@ -59,7 +59,7 @@ class _Host(Protocol):
         output: Array,
         explain: Callable[[Any, int, int | None, float], FastPSError],
         members: Sequence[int],
-    ) -> Promise: ...
+    ) -> GroupHandle: ...
     def explain(self, operation: Any, status: int | None, timeout_s: float) -> FastPSError: ...
 
 
@@ -222,7 +222,7 @@ class WindowTable:
     def put(
         self, array: Array, name: str, *, adds: bool, self_weight: float | None,
         dst_weights: Targets | None, is_locked: bool, is_waited: bool, has_p: bool | None = None,
-    ) -> Promise:  # fmt: skip
+    ) -> GroupHandle:  # fmt: skip
         """Start to put an array into neighbours' buffers, or to add it there.
 
         has_p: whether P travels with it; None: as it is turned on or off.
@@ -251,7 +251,7 @@ class WindowTable:
 
     def get(
         self, name: str, src_weights: Targets | None, *, is_locked: bool, is_waited: bool
-    ) -> Promise:
+    ) -> GroupHandle:
         """Start to replace our buffers of neighbours by their own arrays."""
         known = self.find(name)
         window = known.window
@@ -264,7 +264,7 @@ class WindowTable:
     def update(
         self, name: str, self_weight: float | None, weights: Mapping[int, float] | None,
         out: Array | None, *, resets: bool, is_locked: bool, has_p: bool | None = None,
-    ) -> Promise:  # fmt: skip
+    ) -> GroupHandle:  # fmt: skip
         """Start to make our array, or out, of itself and of what neighbours have put."""
         known = self.find(name)
         if (self_weight is None) != (weights is None):
@@ -291,7 +291,7 @@ class WindowTable:
         left = [one for one in known.weights if one not in lost]
         return own, dict(zip(left, others, strict=True))
 
-    def flush(self, name: str) -> Promise:
+    def flush(self, name: str) -> GroupHandle:
         """Return the promise that all that was started on a window has taken effect."""
         known = self.find(name)
         return self._promise(known.window.actions, known.array)
@@ -321,7 +321,7 @@ class WindowTable:
 
     # ---- ends ----
 
-    def _promise(self, actions: Sequence[WindowAction], output: Array) -> Promise:
+    def _promise(self, actions: Sequence[WindowAction], output: Array) -> GroupHandle:
         return self._host.promise(actions, output, self._explain, range(self._group.size))
 
     def _explain(

@@ -478,7 +478,7 @@ class Job:
         if self._inbox.is_users:
             self._screen.say(f"{name}: ending the workers; once more ends everything at once")
         if self._scheduler is not None:
-            self._scheduler.inquire()
+            self._scheduler.ask_locations()
         self._signal([*self._alive("worker"), *self._alive("machine")], number)
 
     def _pass_on(self) -> None:

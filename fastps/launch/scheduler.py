@@ -137,7 +137,7 @@ class SchedulerThread:
         with contextlib.suppress(AttributeError):  # the thread never came up
             self._scheduler.expect_ends(places, f"{ENDED_BY}: {why}")
 
-    def inquire(self) -> None:
+    def ask_locations(self) -> None:
         """Log who waits for whom; blocks a moment, INQUIRY_S at most."""
         is_done = threading.Event()
         self._order(functools.partial(self._inquire, is_done))
@@ -254,7 +254,7 @@ class SchedulerThread:
 
     async def _inquire(self, is_done: threading.Event) -> None:
         if self._phase() == "running":
-            self._scheduler.inquire()
+            self._scheduler.ask_locations()
             await asyncio.sleep(_ANSWERS_S)
             await self._wait_until(lambda: not self._scheduler.inquiries, timeout_s=INQUIRY_S)
         is_done.set()

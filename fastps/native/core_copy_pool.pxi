@@ -6,22 +6,22 @@
 # Theory of operation. A task is cut into pieces, and one word counts those that nobody has taken,
 # with the number of the task above it: so a piece is taken by one compare-and-swap, and who comes
 # late cannot take one of the next task for one of this. Whoever has a task does pieces of it as
-# all others do, and at the end waits only for those that were taken: hands that sleep, or whose
+# all others do, and at the end waits only for those that were taken: copiers that sleep, or whose
 # core somebody else has, hold nobody up for longer than a piece. They look for the next task a
 # moment before they sleep, so that within a long operation nobody has to be woken.
 #
-# No deadline ends the wait for a piece that a hand has taken: until then memory is written, and
+# No deadline ends the wait for a piece that a copier has taken: until then memory is written, and
 # must not go back to its owner. It is a copy or a sum that the waiting thread would else do
-# itself, so only a hand without a core, or memory that does not answer (swapped out, of a file far
-# away), makes it long; overdue_s() tells, and the stall watch names it.
+# itself, so only a copier without a core, or memory that does not answer (swapped out, of a file
+# far away), makes it long; overdue_s() tells, and the stall watch names it.
 #
-# There is one set of hands in a process; none where the workers of a machine have a core each, and
-# then nothing here is ever waited for or woken. Threads: any, without the GIL.
+# There is one set of copiers in a process; none where the workers of a machine have a core each,
+# and then nothing here is ever waited for or woken. Threads: any, without the GIL.
 
 cdef enum:
     LONG_BYTES = 4 << 20        # less is done before those who sleep have come
     PIECE_BYTES = 32 << 10      # takes some microseconds, to hand it over less than one
-    LOOK_NS = 100000            # how long hands look for a task before they sleep
+    LOOK_NS = 100000            # how long copiers look for a task before they sleep
     PATIENCE_NS = 20000         # who waits for a piece so long gives its core away
     SLEEP_NS = 1000000000
     COUNT_MASK = (1 << 20) - 1  # of the word: pieces left; above it the number of the task
@@ -36,76 +36,76 @@ cdef struct State:
     int32_t sleepers            # atomic
     int32_t bell                # futex
     int32_t is_stopping         # atomic
-    int32_t n                   # hands
+    int32_t n                   # copiers
     int32_t pid                 # whose they are; not a forked child's
     piece_fn run
     void* context
-    Thread* threads[MAX_HANDS]
+    Thread* threads[MAX_COPIERS]
 
-cdef State hands
-memset(&hands, 0, sizeof(hands))
-pthread_mutex_init(&hands.lock, NULL)
+cdef State copiers
+memset(&copiers, 0, sizeof(copiers))
+pthread_mutex_init(&copiers.lock, NULL)
 
 
 # ---------------------------------------------------------------- tasks
 
 cdef bint take_piece() noexcept nogil:
     """Do a piece of the task; False: none is left."""
-    cdef int64_t word = fps_load64(&hands.word)
+    cdef int64_t word = fps_load64(&copiers.word)
     if word & COUNT_MASK == 0:
         return False
-    if fps_cas64(&hands.word, word, word - 1):
-        hands.run(hands.context, (word & COUNT_MASK) - 1)
-        fps_add32(&hands.left, -1)
+    if fps_cas64(&copiers.word, word, word - 1):
+        copiers.run(copiers.context, (word & COUNT_MASK) - 1)
+        fps_add32(&copiers.left, -1)
     return True
 
 
-cdef void wake_hands() noexcept nogil:
+cdef void wake_copiers() noexcept nogil:
     fps_fence()
-    if fps_load32(&hands.sleepers):
-        fps_add32(&hands.bell, 1)
-        fps_wake(&hands.bell, FPS_ALL, FPS_ANYBODY, FPS_OWN)
+    if fps_load32(&copiers.sleepers):
+        fps_add32(&copiers.bell, 1)
+        fps_wake(&copiers.bell, FPS_ALL, FPS_ANYBODY, FPS_OWN)
 
 
-cdef bint hands_help(uint64_t of) noexcept nogil:
-    return of >= LONG_BYTES and fps_load32(&hands.n) > 0
+cdef bint copy_pool_wanted(uint64_t of) noexcept nogil:
+    return of >= LONG_BYTES and fps_load32(&copiers.n) > 0
 
 
-cdef void hands_do(piece_fn run, void* context, int64_t n_pieces) noexcept nogil:
+cdef void copy_pool_run(piece_fn run, void* context, int64_t n_pieces) noexcept nogil:
     cdef int64_t piece, since
-    if fps_load32(&hands.n) == 0 or n_pieces < 2 or n_pieces > COUNT_MASK or (
-            pthread_mutex_trylock(&hands.lock) != 0):
+    if fps_load32(&copiers.n) == 0 or n_pieces < 2 or n_pieces > COUNT_MASK or (
+            pthread_mutex_trylock(&copiers.lock) != 0):
         for piece in range(n_pieces):
             run(context, piece)
         return
-    hands.run, hands.context = run, context
-    fps_store32(&hands.left, <int32_t>n_pieces)
-    fps_store64(&hands.word, (fps_load64(&hands.word) / NUMBER + 1) * NUMBER + n_pieces)
-    wake_hands()
+    copiers.run, copiers.context = run, context
+    fps_store32(&copiers.left, <int32_t>n_pieces)
+    fps_store64(&copiers.word, (fps_load64(&copiers.word) / NUMBER + 1) * NUMBER + n_pieces)
+    wake_copiers()
     while take_piece():
         pass
     since = now_ns()
-    while fps_load32(&hands.left):
+    while fps_load32(&copiers.left):
         fps_relax()
         if now_ns() - since > PATIENCE_NS:
-            fps_store64(&hands.late_since, since)
+            fps_store64(&copiers.late_since, since)
             sched_yield()
-    fps_store64(&hands.late_since, 0)
-    pthread_mutex_unlock(&hands.lock)
+    fps_store64(&copiers.late_since, 0)
+    pthread_mutex_unlock(&copiers.lock)
 
 
 cdef void sleep_a_while() noexcept nogil:
-    cdef int32_t bell = fps_load32(&hands.bell)
-    fps_add32(&hands.sleepers, 1)
+    cdef int32_t bell = fps_load32(&copiers.bell)
+    fps_add32(&copiers.sleepers, 1)
     fps_fence()
-    if fps_load64(&hands.word) & COUNT_MASK == 0 and not fps_load32(&hands.is_stopping):
-        fps_sleep(&hands.bell, bell, now_ns() + SLEEP_NS, FPS_ANYBODY, FPS_OWN)
-    fps_add32(&hands.sleepers, -1)
+    if fps_load64(&copiers.word) & COUNT_MASK == 0 and not fps_load32(&copiers.is_stopping):
+        fps_sleep(&copiers.bell, bell, now_ns() + SLEEP_NS, FPS_ANYBODY, FPS_OWN)
+    fps_add32(&copiers.sleepers, -1)
 
 
-cdef void hand_main(void* _) noexcept nogil:
+cdef void copier_main(void* _) noexcept nogil:
     cdef int64_t since = now_ns()
-    while not fps_load32(&hands.is_stopping):
+    while not fps_load32(&copiers.is_stopping):
         if take_piece():
             since = now_ns()
         elif now_ns() - since < LOOK_NS:
@@ -138,14 +138,14 @@ cdef void copy_piece(void* context, int64_t piece) noexcept nogil:
     fps_copy(copy.to + start, copy.source + start, piece_length(copy.n, piece), copy.whole)
 
 
-cdef void hands_copy(void* to, const void* source, uint64_t n, uint64_t whole,
-                     uint64_t of) noexcept nogil:
+cdef void pooled_copy(void* to, const void* source, uint64_t n, uint64_t whole,
+                      uint64_t of) noexcept nogil:
     cdef Copy copy
-    if not hands_help(of) or n < 2 * PIECE_BYTES:
+    if not copy_pool_wanted(of) or n < 2 * PIECE_BYTES:
         fps_copy(to, source, n, whole)
         return
     copy.to, copy.source, copy.n, copy.whole = <char*>to, <const char*>source, n, whole
-    hands_do(copy_piece, &copy, n_pieces_of(n))
+    copy_pool_run(copy_piece, &copy, n_pieces_of(n))
 
 
 cdef struct Fold:
@@ -171,65 +171,65 @@ cdef void fold_piece(void* context, int64_t piece) noexcept nogil:
         fps_add32(&fold.n_failed, 1)
 
 
-cdef int64_t hands_fold(rule_fn rule, const void* const* sources, int64_t n, void* dst,
-                        int64_t count, uint32_t itemsize, const void* args,
-                        uint64_t of) noexcept nogil:
+cdef int64_t pooled_fold(rule_fn rule, const void* const* sources, int64_t n, void* dst,
+                         int64_t count, uint32_t itemsize, const void* args,
+                         uint64_t of) noexcept nogil:
     cdef Fold fold
     cdef uint64_t nbytes = <uint64_t>count * itemsize
-    if (not hands_help(of) or nbytes < 2 * PIECE_BYTES or n > MAX_SOURCES
+    if (not copy_pool_wanted(of) or nbytes < 2 * PIECE_BYTES or n > MAX_SOURCES
             or PIECE_BYTES % itemsize):
         return run_rule(rule, sources, n, dst, count, args)
     fold.rule, fold.sources, fold.n, fold.to = rule, sources, n, <char*>dst
     fold.nbytes, fold.itemsize, fold.args, fold.n_failed = nbytes, itemsize, args, 0
-    hands_do(fold_piece, &fold, n_pieces_of(nbytes))
+    copy_pool_run(fold_piece, &fold, n_pieces_of(nbytes))
     return 1 if fold.n_failed == 0 else 0
 
 
 # ---------------------------------------------------------------- its Python face
 
 def overdue_s():
-    """Say for how many seconds a task has waited for a piece that a hand does; mostly 0.0."""
-    cdef int64_t since = fps_load64(&hands.late_since)
-    return (now_ns() - since) / 1e9 if since and hands.pid == getpid() else 0.0
+    """Say for how many seconds a task has waited for a piece that a copier does; mostly 0.0."""
+    cdef int64_t since = fps_load64(&copiers.late_since)
+    return (now_ns() - since) / 1e9 if since and copiers.pid == getpid() else 0.0
 
 
 @cython.final
-cdef class Hands:
-    """So many threads, until close(); none if this process has hands already."""
+cdef class CopyPool:
+    """So many threads, until close(); none if this process has copiers already."""
 
     cdef readonly int count
 
     def __init__(self, int count):
         """Start them. Raises ValueError, FastPSError."""
-        if not 0 <= count <= MAX_HANDS:
-            raise ValueError(f"{count} hands: 0 to {MAX_HANDS} are possible")
-        if hands.pid != getpid():       # they stayed behind in the process that forked
-            hands.n, hands.late_since = 0, 0
-            pthread_mutex_init(&hands.lock, NULL)
-        if hands.n or not count:
+        if not 0 <= count <= MAX_COPIERS:
+            raise ValueError(f"{count} copiers: 0 to {MAX_COPIERS} are possible")
+        if copiers.pid != getpid():       # they stayed behind in the process that forked
+            copiers.n, copiers.late_since = 0, 0
+            pthread_mutex_init(&copiers.lock, NULL)
+        if copiers.n or not count:
             return
-        hands.pid = getpid()
-        hands.is_stopping = hands.sleepers = 0
+        copiers.pid = getpid()
+        copiers.is_stopping = copiers.sleepers = 0
         while self.count < count:
-            hands.threads[self.count] = thread_create(b"hand", self.count, hand_main, NULL)
-            if hands.threads[self.count] == NULL:
+            copiers.threads[self.count] = thread_create(b"hand", self.count, copier_main, NULL)
+            if copiers.threads[self.count] == NULL:
                 self.close()
                 raise FastPSError("cannot start a thread for long copies; check `ulimit -u`")
             self.count += 1
-        fps_store32(&hands.n, self.count)
+        fps_store32(&copiers.n, self.count)
 
     def close(self, double timeout_s=10.0):
         """End the threads; nothing may be copied any more. Tells whether they ended in time."""
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int status = OK
-        if self.count == 0 or hands.pid != getpid():
+        if self.count == 0 or copiers.pid != getpid():
             return True
-        fps_store32(&hands.n, 0)
-        fps_store32(&hands.is_stopping, 1)
-        wake_hands()
+        fps_store32(&copiers.n, 0)
+        fps_store32(&copiers.is_stopping, 1)
+        wake_copiers()
         while self.count and status == OK:
             with nogil:
-                status = thread_join(hands.threads[self.count - 1], deadline)
+                status = thread_join(copiers.threads[self.count - 1], deadline)
             self.count -= status == OK
         return status == OK
 

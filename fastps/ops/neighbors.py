@@ -17,7 +17,7 @@ from fastps.collectives.row_counts import gather_objects
 from fastps.contract.codec import PLAIN, Coding
 from fastps.contract.compression import Choice, coding_of
 from fastps.graph.rules import AdaptiveClipping, Rule, SelfCentredClipping
-from fastps.ops.start import Later, labels_of
+from fastps.ops.start import MappedHandle, labels_of
 from fastps.session.array_checks import readable
 from fastps.session.current import current
 from fastps.topology import Topology, with_destinations, with_sources
@@ -46,7 +46,7 @@ def start_fused(
     start: Start,
     outs: Sequence[Array] | None = None,
     rule: Rule | None = None,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start one operation for several arrays: small ones are copied together, with one result.
 
     codes: their types, as dtype of push_pull_async(). start: begins it for one array, into an
@@ -63,7 +63,7 @@ def start_fused(
         )
         for pack, label in zip(packs, labels, strict=True)
     ]
-    return Later(flights, lambda _: found)
+    return MappedHandle(flights, lambda _: found)
 
 
 def _start_pack(
@@ -85,7 +85,7 @@ def _start_pack(
             out.reshape(-1)[...] = result[begin : begin + out.size]
             begin += out.size
 
-    return Later([start(own, result, label, code)], finish)
+    return MappedHandle([start(own, result, label, code)], finish)
 
 
 def _packs(
@@ -127,11 +127,11 @@ def start_neighbor_allreduce(
     if _is_coded(coding, array, how["dtype"]):
         promise, finish = neighbors.coded(array, out, coding, step=consensus_step, rule=rule,
                                           **how)  # fmt: skip
-        return Later([promise], lambda _: finish())
+        return MappedHandle([promise], lambda _: finish())
     if not (isinstance(rule, CLIPPING) or neighbors.goes_on):
         return neighbors.allreduce(array, out, rule=rule, **how)
     promise, finish = neighbors.combined(array, out, rule=rule, **how)
-    return Later([promise], lambda _: finish())
+    return MappedHandle([promise], lambda _: finish())
 
 
 def _is_coded(coding: Coding, array: Array, dtype: DType | None) -> bool:
@@ -149,7 +149,7 @@ def start_pair_gossip(
     if not neighbors.goes_on:
         return neighbors.pair_gossip(array, out, target, **how)
     promise, finish = neighbors.pair_combined(array, out, target, **how)
-    return Later([promise], lambda _: finish())
+    return MappedHandle([promise], lambda _: finish())
 
 
 def start_neighbor_allgather(
@@ -183,7 +183,7 @@ def start_neighbor_allgather(
     )
     if not neighbors.goes_on:
         return flight, found
-    return Later([flight], lambda _: _rows_of(out, sources, found, flight.missed)), found
+    return MappedHandle([flight], lambda _: _rows_of(out, sources, found, flight.missed)), found
 
 
 def _rows_of(
@@ -318,7 +318,7 @@ def neighbor_allreduce_async(
     consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start neighbor_allreduce() and give a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.
@@ -378,7 +378,7 @@ def hierarchical_neighbor_allreduce_async(
     dst_machine_weights: Targets | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
 
     def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
@@ -419,7 +419,7 @@ def pair_gossip_async(
     self_weight: float | None = None,
     pair_weight: float | None = None,
     name: str | None = None,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start pair_gossip() and give a handle for synchronize()."""
 
     def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
@@ -485,8 +485,8 @@ def neighbor_allgather(
 
 def _start_some(
     tensor: Array | Sequence[Array], name: str | None, start: Start, rule: Rule | None = None
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     is_one = not isinstance(tensor, list | tuple)
     arrays = [readable(one, name) for one in ([tensor] if is_one else tensor)]
     flight = start_fused(arrays, [None] * len(arrays), name, start, rule=rule)
-    return Later([flight], lambda found: found[0][0] if is_one else found[0])
+    return MappedHandle([flight], lambda found: found[0][0] if is_one else found[0])

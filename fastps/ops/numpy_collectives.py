@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fastps.collectives._calls import MISSED, Calls, changes_so_far
+from fastps.collectives._calls import CACHE_MISS, Calls, current_epoch
 from fastps.collectives.group_handle import MeanwhileError
 from fastps.ops.start import (
     Average,
-    Landed,
-    Later,
+    CompletedHandle,
+    MappedHandle,
     Sum,
     start_allgather,
     start_allreduce,
@@ -41,15 +41,15 @@ from fastps.worker.handle import Array, Waitable, scale
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
-    from fastps.collectives.group_handle import Promise
+    from fastps.collectives.group_handle import GroupHandle
 
 P = ParamSpec("P")
 T = TypeVar("T")
-L = TypeVar("L", bound=Later[Any])
+L = TypeVar("L", bound=MappedHandle[Any])
 
 
-def repeatable(
-    make: Callable[[Promise, Any], Any],
+def cached_async(
+    make: Callable[[GroupHandle, Any], Any],
 ) -> Callable[[Callable[P, L]], Callable[P, L]]:
     """Have an _async form begin at once what it began before, as blocking() does.
 
@@ -65,7 +65,7 @@ def repeatable(
             if begun is not None:
                 found: L = make(begun[0].group.promise(*begun), begun[1])
                 return found
-            before = changes_so_far()
+            before = current_epoch()
             later = start(*args, **options)
             operations = later.operations
             if operations:
@@ -81,13 +81,15 @@ def _calls() -> Calls:
     return Calls(Op, ProcessSet, type(global_process_set))
 
 
-def again(promise: Promise, _: Any) -> Promise:
+def again(promise: GroupHandle, _: Any) -> GroupHandle:
     """Return the promise of an operation that was begun again, whose output is the result."""
     return promise
 
 
-def blocking(
-    start: Callable[P, Later[T]], words: str, begin: Callable[P, Later[T]] | None = None
+def make_blocking(
+    start: Callable[P, MappedHandle[T]],
+    words: str,
+    begin: Callable[P, MappedHandle[T]] | None = None,
 ) -> Callable[P, T]:
     """Make the form that waits of an operation's _async form; words: its docstring.
 
@@ -102,8 +104,8 @@ def blocking(
             found: T = calls.again(args, options)
         except MeanwhileError as news:
             return cast("T", _corrected(news.operation, news.result))
-        if found is MISSED:
-            before = changes_so_far()
+        if found is CACHE_MISS:
+            before = current_epoch()
             later = make(*args, **options)
             found = later.wait()
             calls.remember(args, options, found, later.operations, before)
@@ -140,7 +142,7 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     return session.uneven.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
 
 
-@repeatable(again)
+@cached_async(again)
 def allreduce_async(
     tensor: Array,
     name: str | None = None,
@@ -151,7 +153,7 @@ def allreduce_async(
     out: Array | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Later[Array]:
+) -> MappedHandle[Array]:
     """Start allreduce() and give a handle for synchronize(); the arrays must not be changed."""
     source = _scaled(readable(tensor, name), prescale_factor)
     if out is not None:
@@ -164,7 +166,7 @@ def allreduce_async(
     return _result(flight, source, out, is_plain=postscale_factor == 1.0)
 
 
-allreduce = blocking(
+allreduce = make_blocking(
     allreduce_async,
     """Return the average, or another op, of the arrays of all members.
 
@@ -189,7 +191,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start grouped_allreduce() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
@@ -198,7 +200,7 @@ def grouped_allreduce_async(
     return _results(flight, sources)
 
 
-grouped_allreduce = blocking(
+grouped_allreduce = make_blocking(
     grouped_allreduce_async,
     """Return the allreduce() of each of several arrays, all under way at once; blocks.""",
 )
@@ -210,7 +212,7 @@ def allgather_async(
     *,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Array]:
+) -> MappedHandle[Array]:
     """Start allgather()."""
     return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
 
@@ -222,14 +224,14 @@ def _allgather(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Later[Array]:
+) -> MappedHandle[Array]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
     flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
     return _rows(flight, source, out)
 
 
-allgather = blocking(
+allgather = make_blocking(
     allgather_async,
     """Return the arrays of all members, concatenated along the first dimension.
 
@@ -245,7 +247,7 @@ def grouped_allgather_async(
     name: str | None = None,
     *,
     process_set: ProcessSet = global_process_set,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start grouped_allgather()."""
     return _grouped_allgather(tensors, name, process_set=process_set, is_awaited=False)
 
@@ -256,7 +258,7 @@ def _grouped_allgather(
     *,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     sources = [readable(tensor, name) for tensor in tensors]
     wires = [_rows_wire(source) for source in sources]
     flight, _ = start_grouped_allgather(
@@ -265,14 +267,14 @@ def _grouped_allgather(
     return _results(flight, sources)
 
 
-grouped_allgather = blocking(
+grouped_allgather = make_blocking(
     grouped_allgather_async,
     """Return the allgather() of each of several arrays, small ones as one operation; blocks.""",
     _grouped_allgather,
 )
 
 
-@repeatable(again)
+@cached_async(again)
 def reducescatter_async(
     tensor: Array,
     name: str | None = None,
@@ -282,7 +284,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Array]:
+) -> MappedHandle[Array]:
     """Start reducescatter() and give a handle for synchronize()."""
     source = _scaled(readable(tensor, name), prescale_factor)
     wire, to = _sum_wire(source, op), _out_wire(out, source, name)
@@ -290,7 +292,7 @@ def reducescatter_async(
     return _result(flight, source, out, is_plain=postscale_factor == 1.0)
 
 
-reducescatter = blocking(
+reducescatter = make_blocking(
     reducescatter_async,
     """Return this member's rows of the allreduce().
 
@@ -308,7 +310,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start grouped_reducescatter() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
@@ -319,7 +321,7 @@ def grouped_reducescatter_async(
     return _results(flight, sources)
 
 
-grouped_reducescatter = blocking(
+grouped_reducescatter = make_blocking(
     grouped_reducescatter_async,
     """Return the reducescatter() of several arrays, small ones as one operation; blocks.""",
 )
@@ -332,7 +334,7 @@ def alltoall_async(
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start alltoall()."""
     return _alltoall(tensor, splits, name=name, out=out, process_set=process_set, is_awaited=False)
 
@@ -345,7 +347,7 @@ def _alltoall(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
     flight, received = start_alltoall(
@@ -354,10 +356,10 @@ def _alltoall(
     result = _rows(flight, source, out)
     if splits is None:
         return result
-    return Later([result], lambda found: (found[0], np.array(received)))
+    return MappedHandle([result], lambda found: (found[0], np.array(received)))
 
 
-alltoall = blocking(
+alltoall = make_blocking(
     alltoall_async,
     """Send rows to each member, and give what came from each, in the order of members.
 
@@ -369,41 +371,41 @@ alltoall = blocking(
 )
 
 
-@repeatable(again)
+@cached_async(again)
 def broadcast_async(
     tensor: Array | Sequence[Array],
     root_rank: int = 0,
     *,
     name: str | Sequence[str] | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start broadcast() and give a handle for synchronize(); does not block."""
     check_targets(tensor)
     if name is not None and process_set is global_process_set:
         if isinstance(tensor, np.ndarray):
             handle = current().broadcast_async(_wire(tensor), root_rank, name)
-            return Later([handle], lambda _: tensor)
+            return MappedHandle([handle], lambda _: tensor)
         wires = [_wire(one) for one in tensor]
         handle = current().broadcast_async(wires, root_rank, name)
-        return Later([handle], lambda _: list(tensor))
+        return MappedHandle([handle], lambda _: list(tensor))
     if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):
         flight = start_broadcast(_wire(tensor), root_rank, name, process_set)
-        return Later([flight], lambda _: tensor, is_plain=True)
+        return MappedHandle([flight], lambda _: tensor, is_plain=True)
     labels = [None] * len(tensor) if name is None else name
     flights = [
         broadcast_async(one, root_rank, name=label, process_set=process_set)
         for one, label in zip(tensor, labels, strict=True)
     ]
-    return Later(flights, lambda found: found)
+    return MappedHandle(flights, lambda found: found)
 
 
-broadcast = blocking(
+broadcast = make_blocking(
     broadcast_async,
     """Copy the root's tensor into everybody's, in place, bit by bit; blocks.""",
 )
 
 
-@repeatable(again)
+@cached_async(again)
 def reduce_to_async(
     tensor: Array,
     root_rank: int = 0,
@@ -412,7 +414,7 @@ def reduce_to_async(
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Array | None]:
+) -> MappedHandle[Array | None]:
     """Start reduce_to() and give a handle for synchronize()."""
     source = readable(tensor, name)
     if out is not None:
@@ -421,12 +423,12 @@ def reduce_to_async(
     to = None if out is None else wire if out is source else _wire(out)
     flight = start_reduce(wire, root_rank, op, name, process_set, out=to)
     is_root, result = current().rank == root_rank, _result(flight, source, out=out)
-    return Later(
+    return MappedHandle(
         [result if is_root else flight], lambda found: found[0] if is_root else None, is_plain=True
     )
 
 
-reduce_to = blocking(
+reduce_to = make_blocking(
     reduce_to_async,
     """Return the allreduce() on the root, and None elsewhere; blocks.
 
@@ -443,7 +445,7 @@ def gather_async(
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Array | None]:
+) -> MappedHandle[Array | None]:
     """Start gather()."""
     return _gather(
         tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
@@ -458,17 +460,17 @@ def _gather(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
     flight = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=is_awaited)
     is_root = current().rank == root_rank
     if is_root:
         return _rows(flight, source, out)
-    return Later([flight], lambda _: None, is_plain=isinstance(flight, Landed))
+    return MappedHandle([flight], lambda _: None, is_plain=isinstance(flight, CompletedHandle))
 
 
-gather = blocking(
+gather = make_blocking(
     gather_async,
     """Return the allgather() on the root, and None elsewhere; blocks.
 
@@ -478,7 +480,7 @@ gather = blocking(
 )
 
 
-@repeatable(again)
+@cached_async(again)
 def scatter_async(
     tensor: Array | None,
     out: Array,
@@ -486,16 +488,16 @@ def scatter_async(
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Array]:
+) -> MappedHandle[Array]:
     """Start scatter() and give a handle for synchronize()."""
     root = checked_set(process_set).member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
     check_targets(out)
     flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
-    return Later([flight], lambda _: out, is_plain=True)
+    return MappedHandle([flight], lambda _: out, is_plain=True)
 
 
-scatter = blocking(
+scatter = make_blocking(
     scatter_async,
     """Scatter the root's array: each member has its part, in their order, in out; blocks.
 
@@ -505,24 +507,24 @@ scatter = blocking(
 )
 
 
-def barrier_async(*, process_set: ProcessSet = global_process_set) -> Later[None]:
+def barrier_async(*, process_set: ProcessSet = global_process_set) -> MappedHandle[None]:
     """Start barrier() and give a handle for synchronize()."""
     if process_set is not global_process_set:
-        return Later([checked_set(process_set).group().barrier()], lambda _: None)
-    return Later([current().groups.start_barrier()], lambda _: None)
+        return MappedHandle([checked_set(process_set).group().barrier()], lambda _: None)
+    return MappedHandle([current().groups.start_barrier()], lambda _: None)
 
 
-@repeatable(again)
+@cached_async(again)
 def send_async(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> Later[None]:
+) -> MappedHandle[None]:
     """Start send() and give a handle for synchronize()."""
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
     flight = group.send(_wire(readable(tensor)), member, tag=tag)
-    return Later([flight], lambda _: None, is_plain=True)
+    return MappedHandle([flight], lambda _: None, is_plain=True)
 
 
-send = blocking(
+send = make_blocking(
     send_async,
     """Send an array to a worker that calls receive(); blocks until it has been read.
 
@@ -531,10 +533,10 @@ send = blocking(
 )
 
 
-class Receipt(Later[Array]):
+class ReceiveHandle(MappedHandle[Array]):
     """The handle of an array that a message brings."""
 
-    def __init__(self, promise: Promise, out: Array) -> None:
+    def __init__(self, promise: GroupHandle, out: Array) -> None:
         super().__init__([promise], lambda _: out, is_plain=True)
         self._promise = promise
 
@@ -544,22 +546,22 @@ class Receipt(Later[Array]):
         return self._promise.source
 
 
-@repeatable(Receipt)
+@cached_async(ReceiveHandle)
 def receive_async(
     out: Array,
     source: int | None = None,
     *,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Receipt:
+) -> ReceiveHandle:
     """Start receive(); the done handle's `source` is the sender's place in the set."""
     check_targets(out)
     group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
-    return Receipt(group.receive(_wire(out), member, tag=tag), out)
+    return ReceiveHandle(group.receive(_wire(out), member, tag=tag), out)
 
 
-receive = blocking(
+receive = make_blocking(
     receive_async,
     """Receive what a worker sends, or whoever sends first, into an array of just that size.""",
 )
@@ -611,29 +613,29 @@ def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | Non
 
 def _result(
     flight: Waitable, source: Array, out: Array | None = None, *, is_plain: bool = True
-) -> Later[Array]:
+) -> MappedHandle[Array]:
     """Return the handle of an operation's array, of the source's dtype; out: where it goes."""
 
     def finish(found: list[Any]) -> Array:
         return _unwire(found[0], source.dtype) if out is None else out
 
-    return Later([flight], finish, is_plain=is_plain)
+    return MappedHandle([flight], finish, is_plain=is_plain)
 
 
-def _rows(flight: Waitable, source: Array, out: Array | None) -> Later[Array]:
+def _rows(flight: Waitable, source: Array, out: Array | None) -> MappedHandle[Array]:
     """Do _result() for rows, of which members may have had to tell before."""
-    if isinstance(flight, Landed) and source.dtype.kind != "c":
+    if isinstance(flight, CompletedHandle) and source.dtype.kind != "c":
         return flight
 
     def finish(found: list[Any]) -> Array:
         return _unwire(found[0], source.dtype) if out is None else out
 
-    return Later([flight], finish, is_plain=isinstance(flight, Landed))
+    return MappedHandle([flight], finish, is_plain=isinstance(flight, CompletedHandle))
 
 
-def _results(flight: Waitable, sources: Sequence[Array]) -> Later[list[Array]]:
+def _results(flight: Waitable, sources: Sequence[Array]) -> MappedHandle[list[Array]]:
     """Return the handle of the arrays of a grouped operation."""
-    return Later(
+    return MappedHandle(
         [flight],
         lambda found: [
             _unwire(one, source.dtype) for one, source in zip(found[0], sources, strict=True)

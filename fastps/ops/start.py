@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from fastps.collectives._calls import Calls, changes_so_far
+from fastps.collectives._calls import Calls, current_epoch
 from fastps.collectives.adasum import adasum
 from fastps.collectives.channels import grouped_of, part_of, rest_of
 from fastps.collectives.descriptions import Brought, brought_of
@@ -66,7 +66,7 @@ def operations_of(flight: object) -> Sequence[Operation]:
     return found
 
 
-class Later(Outcome[T]):
+class MappedHandle(Outcome[T]):
     """The handle of a result that is made of those of several operations.
 
     is_plain: it is what the only one of them brought, or where that went.
@@ -94,7 +94,7 @@ class Later(Outcome[T]):
         return self._finish(found)
 
 
-class Landed(Later[Array]):
+class CompletedHandle(MappedHandle[Array]):
     """The handle of a result that is there; operations: that brought it."""
 
     def __init__(self, result: Array, *operations: Operation) -> None:
@@ -125,7 +125,7 @@ def start_allreduce(
         found = _adasum([array], code, name, process_set, factor)[0]
         if out is not None:
             out[...] = found
-        return Landed(found if out is None else out)
+        return CompletedHandle(found if out is None else out)
     if name is not None and _goes_by_servers([array], [name], op, process_set, code):
         handle = current().push_pull_async(
             array, str(name), average=op is Average, priority=priority, out=out, dtype=dtype
@@ -165,7 +165,7 @@ def start_grouped(
     *,
     is_in_place: bool = False,
     factor: float = 1.0,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start to all-reduce several arrays, those of one dtype together where that helps.
 
     The result has for each an array, its own at best if is_in_place, times a factor.
@@ -181,7 +181,7 @@ def start_grouped(
     return _joined(parts, len(arrays))
 
 
-def _joined(parts: Sequence[_Part], count: int) -> Later[list[Array]]:
+def _joined(parts: Sequence[_Part], count: int) -> MappedHandle[list[Array]]:
     """Return the handle of all arrays, by place."""
 
     def finish(found: list[Any]) -> list[Array]:
@@ -190,7 +190,7 @@ def _joined(parts: Sequence[_Part], count: int) -> Later[list[Array]]:
             made.update(zip(part.places, part.split(given), strict=True))
         return [made[place] for place in range(count)]
 
-    return Later([part.flight for part in parts], finish)
+    return MappedHandle([part.flight for part in parts], finish)
 
 
 def _start_some(
@@ -211,7 +211,7 @@ def _start_some(
     some = [arrays[place] for place in places]
     if op is Adasum:
         sums = _adasum(some, code, name, process_set, factor)
-        return [_Part(Later([], lambda _: sums), places, list)]
+        return [_Part(MappedHandle([], lambda _: sums), places, list)]
     names = [f"{name}.{place}" for place in places]
     if name is not None and _goes_by_servers(some, names, op, process_set, code):
         outs, session = some if is_in_place else None, current()
@@ -295,7 +295,7 @@ def _start_parts(
     nbytes: Sequence[int],
     one: Callable[[int, DType], _Part],
     side_by_side: Callable[[list[int], DType], _Part],
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start with each array by itself, or, of one dtype and few bytes, side by side.
 
     nbytes: of each; the same on all members.
@@ -345,7 +345,7 @@ def _gathering(rows: Rows, out: Array | None, counts: list[int]) -> Stages:
     group, array = rows.group, rows.array
     out = _place_for(array, counts, group.rank, rows.name, out)
     if blocks.is_whole:
-        return Landed(blocks.land(out))
+        return CompletedHandle(blocks.land(out))
     sizes = [count * rows.width for count in counts]
     return group.allgather(array, out, counts=sizes, name=rest_of(rows.name), dtype=rows.code)
 
@@ -372,7 +372,7 @@ def _as_before(
     rows: Rows, out: Array | None, counts: list[int], stages: Callable[[Rows], Stages]
 ) -> Stages:
     """Exchange as many rows as before in one round; where they differ, do the stages."""
-    before = changes_so_far()
+    before = current_epoch()
     key = (
         id(rows.group), rows.kind, rows.array, out, tuple(rows.counts), rows.code, rows.name,
         rows.root,
@@ -388,7 +388,7 @@ def _as_before(
             counts[:] = operation.guess.came
             if known is None:
                 _guesses.remember(key, {}, result, (operation,), before)
-            return Landed(result, operation)
+            return CompletedHandle(result, operation)
     return (yield from stages(rows))
 
 
@@ -413,7 +413,7 @@ def _begin_guess(rows: Rows, out: Array | None) -> tuple[Operation, Array] | Non
 
 def start_allgather_alike(
     arrays: Sequence[Array], name: str | None, process_set: ProcessSet, *, dtypes: Sequence[DType]
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start to gather arrays of which each member has as many rows; does not block."""
     group = checked_set(process_set).group()
     first = arrays[0]
@@ -428,9 +428,9 @@ def start_allgather_alike(
             flights.append(
                 group.allgather(array, out, counts=sizes, name=rest_of(name), dtype=code)
             )
-        return Later(flights, list)
+        return MappedHandle(flights, list)
 
-    return Later([group.follow(name, stages(rows))], itemgetter(0))
+    return MappedHandle([group.follow(name, stages(rows))], itemgetter(0))
 
 
 def _code_of(array: Array, dtype: DType | None) -> DType:
@@ -444,7 +444,7 @@ def start_grouped_allgather(
     *,
     dtypes: Sequence[DType | None],
     is_awaited: bool = False,
-) -> tuple[Later[list[Array]], list[list[int]]]:
+) -> tuple[MappedHandle[list[Array]], list[list[int]]]:
     """Start start_allgather() of several arrays, those of few bytes side by side as one.
 
     Gives the rows of each array too; these, and is_awaited, as of start_allgather().
@@ -461,13 +461,13 @@ def start_grouped_allgather(
         return _gathering_each(rows, codes, told, name, process_set)
 
     begin = group.run if is_awaited else group.follow
-    return Later([begin(name, stages())], itemgetter(0)), counts
+    return MappedHandle([begin(name, stages())], itemgetter(0)), counts
 
 
 def _gathering_each(
     rows: list[Array], codes: list[DType], told: list[list[int]], name: str | None,
     process_set: ProcessSet,
-) -> Later[list[Array]]:  # fmt: skip
+) -> MappedHandle[list[Array]]:  # fmt: skip
     """Start to gather arrays whose rows are known."""
     group, widths, label = process_set.group(), [width_of(one) for one in rows], rest_of(name)
 
@@ -527,7 +527,7 @@ def _swapping(rows: Rows, out: Array | None, received: list[int]) -> Stages:
     shape = sum(received), *array.shape[1:]
     out = _result_of("alltoall", rows.name, shape, array.dtype, out)
     if blocks.is_whole:
-        return Landed(blocks.land(out))
+        return CompletedHandle(blocks.land(out))
     return group.alltoall(
         array, out, name=rest_of(rows.name), dtype=rows.code,
         send_counts=[count * rows.width for count in rows.counts],
@@ -569,7 +569,7 @@ def start_grouped_reducescatter(
     *,
     dtypes: Sequence[DType | None],
     factor: float = 1.0,
-) -> Later[list[Array]]:
+) -> MappedHandle[list[Array]]:
     """Start start_reducescatter() of several arrays, those of few bytes side by side as one."""
     group = checked_set(process_set).group()
     group.check_single(name)
@@ -667,7 +667,7 @@ def _gathering_to(rows: Rows, out: Array | None) -> Stages:
     if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
     if blocks.is_whole:
-        return Landed(array if out is None else blocks.land(out))
+        return CompletedHandle(array if out is None else blocks.land(out))
     sizes = [count * rows.width for count in blocks.counts]
     return group.gather(
         array, out, root=root, counts=sizes, name=rest_of(rows.name), dtype=rows.code

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastps.session.array_checks import check_kind
+from fastps.session.array_checks import require_array
 from fastps.session.current import current
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
-    from fastps.collectives.group_handle import Promise
+    from fastps.collectives.group_handle import GroupHandle
     from fastps.graph.weights import Targets
 
 # ---- creating and freeing; all workers ----
@@ -35,7 +35,7 @@ def win_create(tensor: Array, name: str, zero_init: bool = False) -> bool:
     one buffer for each in-neighbour, and over sockets one more where its puts land. An array of
     fastps.empty() is read by win_get() of its machine without its help.
     """
-    return current().groups.windows.create(check_kind(tensor, name), name, zero_init=zero_init)
+    return current().groups.windows.create(require_array(tensor, name), name, zero_init=zero_init)
 
 
 def win_free(name: str | None = None) -> bool:
@@ -60,10 +60,10 @@ def win_put_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> Promise:
+) -> GroupHandle:
     """Start win_put() and give a handle; tensor must not be changed until it is done."""
     return current().groups.windows.put(
-        check_kind(tensor, name), name, adds=False, self_weight=self_weight,
+        require_array(tensor, name), name, adds=False, self_weight=self_weight,
         dst_weights=dst_weights, is_locked=require_mutex, is_waited=False,
     )  # fmt: skip
 
@@ -84,7 +84,7 @@ def win_put(
     StallError. Bytes on the wire: nbytes to each; in shared memory one copy.
     """
     current().groups.windows.put(
-        check_kind(tensor, name), name, adds=False, self_weight=self_weight,
+        require_array(tensor, name), name, adds=False, self_weight=self_weight,
         dst_weights=dst_weights, is_locked=require_mutex, is_waited=True,
     ).wait()  # fmt: skip
     return True
@@ -96,10 +96,10 @@ def win_accumulate_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> Promise:
+) -> GroupHandle:
     """Start win_accumulate() and give a handle."""
     return current().groups.windows.put(
-        check_kind(tensor, name), name, adds=True, self_weight=self_weight,
+        require_array(tensor, name), name, adds=True, self_weight=self_weight,
         dst_weights=dst_weights, is_locked=require_mutex, is_waited=False,
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def win_accumulate(
     get_win_version().
     """
     current().groups.windows.put(
-        check_kind(tensor, name), name, adds=True, self_weight=self_weight,
+        require_array(tensor, name), name, adds=True, self_weight=self_weight,
         dst_weights=dst_weights, is_locked=require_mutex, is_waited=True,
     ).wait()  # fmt: skip
     return True
@@ -125,7 +125,7 @@ def win_accumulate(
 
 def win_get_async(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
-) -> Promise:
+) -> GroupHandle:
     """Start win_get() and give a handle."""
     return current().groups.windows.get(
         name, src_weights, is_locked=require_mutex, is_waited=False
@@ -143,12 +143,12 @@ def win_get(name: str, src_weights: Targets | None = None, require_mutex: bool =
     return True
 
 
-def win_poll(handle: Promise) -> bool:
+def win_poll(handle: GroupHandle) -> bool:
     """Return whether win_wait() would return at once."""
     return handle.poll()
 
 
-def win_wait(handle: Promise) -> bool:
+def win_wait(handle: GroupHandle) -> bool:
     """Wait for what a nonblocking form began; raises what made it fail."""
     handle.wait()
     return True

@@ -17,7 +17,7 @@ cdef int set_gathering(Entry* model, int policy, how, dtype, uint32_t least) exc
     least: updates without which no deadline ends a round.
     """
     cdef Store* store = model.store
-    if policy != contract.Policy.GATHERED:
+    if policy != contract.Policy.DEADLINE_ROUNDS:
         return 0
     how.check()
     if dtype not in (DType.FLOAT32, DType.FLOAT64):

@@ -129,7 +129,7 @@ cdef struct StoreStats:
     uint64_t rounds_failed
     uint64_t buffers_not_kept   # for want of room
 
-cdef struct Seat:               # one link of one member
+cdef struct LinkState:               # one link of one member
     LinkSlot slot
     int32_t busy                # atomic: its I/O thread may hold an entry that the table lost
     char rest[44]               # of a cache line: neighbours belong to different threads
@@ -139,7 +139,7 @@ cdef struct Store:
     uint32_t n_members          # sender numbers that may have links
     uint32_t lanes              # links per member
     IdTable* tensors            # id -> Tensor
-    Seat* seats                 # n_members x lanes
+    LinkState* seats                 # n_members x lanes
     int32_t* gone               # by sender: 0, or the status its link ended with; atomic
     int32_t n_gone              # atomic
     int32_t* links_open         # by sender; atomic

@@ -49,7 +49,7 @@ from fastps.native.posix cimport pthread_mutex_destroy, pthread_mutex_init, sche
 from fastps.reduce.codec._coder cimport Coder
 from fastps.server._accumulate cimport ACCUMULATE_POLICY
 from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, Seat, Store, StoreStats, Tensor, bytes_of, ring_news,
+    NOBODY, Cast, Engine, Entry, Job, LinkState, Store, StoreStats, Tensor, bytes_of, ring_news,
     slot_of,
 )
 from fastps.server._rounds cimport SUM_POLICY
@@ -78,9 +78,9 @@ cdef inline Entry* find_entry(Store* store, uint64_t key) noexcept nogil:
     return tensor.entries[index]
 
 
-cdef inline Seat* sit_down(Store* store, Link* link) noexcept nogil:
+cdef inline LinkState* enter_callback(Store* store, Link* link) noexcept nogil:
     """Say that this link's thread may hold an entry, until seat.busy is 0 again."""
-    cdef Seat* seat = &store.seats[link.peer * store.lanes + link.lane]
+    cdef LinkState* seat = &store.seats[link.peer * store.lanes + link.lane]
     fps_swap32(&seat.busy, 1)
     return seat
 
@@ -130,7 +130,7 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
 cdef int ask(Store* store, Link* link, const Header* header, const char* payload,
              char** place) noexcept nogil:
     """Ask the key's policy where a frame goes."""
-    cdef Seat* seat = sit_down(store, link)
+    cdef LinkState* seat = enter_callback(store, link)
     cdef Entry* entry = find_entry(store, header.key)
     cdef int status = check_frame(entry, link, header)
     if status == OK and fps_load32(&entry.is_leaving):
@@ -161,7 +161,7 @@ cdef int store_adopt(void* context, Link* link, const Header* header,
 
 cdef void* store_standing(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef Seat* seat = sit_down(store, link)
+    cdef LinkState* seat = enter_callback(store, link)
     cdef Entry* entry = find_entry(store, header.key)
     cdef void* place = NULL
     if check_frame(entry, link, header) == OK and not fps_load32(&entry.is_leaving):
@@ -172,13 +172,13 @@ cdef void* store_standing(void* context, Link* link, const Header* header) noexc
 
 cdef int store_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef Seat* seat
+    cdef LinkState* seat
     cdef Entry* entry
     if header.kind == KIND_PUSH:    # what lands keeps its entry
         entry = find_entry(store, header.key)
         entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
         return OK
-    seat = sit_down(store, link)
+    seat = enter_callback(store, link)
     entry = find_entry(store, header.key)
     if entry != NULL and header.key_version > entry.born:   # else it was forgotten meanwhile
         entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
@@ -201,7 +201,7 @@ cdef void tell_gone(void* record, void* context) noexcept nogil:
 
 cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef Seat* seat = sit_down(store, link)
+    cdef LinkState* seat = enter_callback(store, link)
     slot_retire(&seat.slot)
     if fps_swap32(&store.gone[link.peer], status) == OK:
         fps_add32(&store.n_gone, 1)
@@ -314,7 +314,7 @@ cdef void withdraw_all(Tensor* tensor) noexcept nogil:
             withdraw_places(tensor.entries[i])
 
 
-cdef bint leave_seats(Store* store, int64_t deadline) noexcept nogil:
+cdef bint wait_quiescent(Store* store, int64_t deadline) noexcept nogil:
     """Wait until each link's thread was outside the store once; False: one is still inside."""
     cdef uint32_t i
     fps_fence()
@@ -371,7 +371,7 @@ cdef class ServerStore(LinkOwner):
         self.store.n_members = n_members
         self.store.lanes = lanes
         self.store.tensors = <IdTable*>calloc(1, sizeof(IdTable))
-        self.store.seats = <Seat*>calloc(n_members * lanes, sizeof(Seat))
+        self.store.seats = <LinkState*>calloc(n_members * lanes, sizeof(LinkState))
         self.store.gone = <int32_t*>calloc(n_members, sizeof(int32_t))
         self.store.links_open = <int32_t*>calloc(n_members, sizeof(int32_t))
         self.store.refused = <int64_t*>calloc(n_members, sizeof(int64_t))
@@ -412,7 +412,7 @@ cdef class ServerStore(LinkOwner):
     cdef int c_attach(self, Link* link) except -1:
         if link.peer >= self.store.n_members or link.lane >= self.store.lanes:
             raise ValueError(f"rank {link.peer}, lane {link.lane} is not part of this job")
-        cdef Seat* seat = &self.store.seats[link.peer * self.store.lanes + link.lane]
+        cdef LinkState* seat = &self.store.seats[link.peer * self.store.lanes + link.lane]
         if seat.slot.link != NULL:
             raise ValueError(f"rank {link.peer} is already connected")
         if fps_swap32(&self.store.gone[link.peer], OK) != OK:
@@ -450,7 +450,7 @@ cdef class ServerStore(LinkOwner):
         model.store = self.store
         model.policy = &SUM_POLICY if policy == contract.Policy.SUM else &ACCUMULATE_POLICY
         model.settles = policy in contract.SETTLING
-        model.replaces = policy == contract.Policy.KEPT
+        model.replaces = policy == contract.Policy.CODEC_STATE
         model.rule, model.look = <rule_fn>kernel, <rule_fn>look
         model.chunk_bytes = chunk_bytes
         model.staleness = staleness
@@ -550,13 +550,13 @@ cdef class ServerStore(LinkOwner):
                 return True
             with nogil:
                 set_leaving(tensor, 1)
-                is_free = leave_seats(self.store, deadline) and is_idle(tensor)
+                is_free = wait_quiescent(self.store, deadline) and is_idle(tensor)
                 if not is_free:
                     set_leaving(tensor, 0)
                     return False
                 withdraw_all(tensor)
                 table_put(self.store.tensors, tensor_id, NULL)
-                leave_seats(self.store, INT64_MAX)
+                wait_quiescent(self.store, INT64_MAX)
             self.unburden_engines(tensor)
             free_tensor(tensor, NULL)
             self.states.pop(tensor_id, None)

@@ -49,7 +49,7 @@ from fastps.server._ruled import RuledRule
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
 from fastps.transport.listener import NotYet
-from fastps.transport.peer_links import Node
+from fastps.transport.peer_links import PeerLinks
 from fastps.transport.sockets import watch_closely
 from fastps.transport.tcp import unpack_lane
 from fastps.transport.tcp._transport import TcpTransport
@@ -89,7 +89,7 @@ def _engine_threads(config: Config) -> int:
 class DataPlane:
     """Own keys for the workers of a job, who come in by the doors of the node."""
 
-    def __init__(self, config: Config, client: ControlClient, *, node: Node) -> None:
+    def __init__(self, config: Config, client: ControlClient, *, node: PeerLinks) -> None:
         """Make everything for the client's job; start() lets workers in."""
         self._config = config
         self._client = client
@@ -281,7 +281,7 @@ class DataPlane:
         if spec.layout.rule.has_meaning():
             self._declare_ruled(spec, dtype)
             return
-        if spec.layout.policy is Policy.KEPT:
+        if spec.layout.policy is Policy.CODEC_STATE:
             self._declare_kept(spec, dtype)
             return
         if is_followed(spec.layout.policy, spec.layout.coding):
@@ -321,7 +321,7 @@ class DataPlane:
                     function=find_own(spec.layout.rule, self._config.rules),
                 ),
                 self._coder(spec, index, nbytes) if is_coded else None,
-                is_at_once=spec.layout.policy is Policy.GATHERED,
+                is_at_once=spec.layout.policy is Policy.DEADLINE_ROUNDS,
             )
             for index, nbytes in self._owned(spec)
         }  # fmt: skip

@@ -16,7 +16,7 @@ from fastps import _core
 from fastps.config import Config
 from fastps.config.cpu_list import parse_cpu_list
 from fastps.control.client import ControlClient
-from fastps.control.listen import open_doors
+from fastps.control.listen import open_listeners
 from fastps.control.protocol import (
     DeclareKeys,
     Event,
@@ -32,7 +32,7 @@ from fastps.server.dataplane import DataPlane
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, sockets
-from fastps.transport.peer_links import Node
+from fastps.transport.peer_links import PeerLinks
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Server:
         self._stopped = threading.Event()
         self._is_ready = threading.Event()
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
-        doors = open_doors(config, port=config.port)
+        doors = open_listeners(config, port=config.port)
         self.address = doors.address
         try:
             self._client = ControlClient.connect(
@@ -69,7 +69,7 @@ class Server:
             raise
         job = self._client.job
         device = rdma.look_up(config)
-        self._node = Node(config, doors.sockets, key_of=self._client.keys.of, device=device)
+        self._node = PeerLinks(config, doors.sockets, key_of=self._client.keys.of, device=device)
         self._plane = DataPlane(config, self._client, node=self._node)
         self._meet(job)
         if config.trace_on:

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-def check_kind(tensor: object, name: str | None = None) -> Array:
+def require_array(tensor: object, name: str | None = None) -> Array:
     """Return what is an array, or a scalar of one; TypeError says what else to give."""
     what = "the tensor" if name is None else f"tensor {name!r}"
     if not isinstance(tensor, np.ndarray | np.generic):
-        raise TypeError(f"{what} is {what_else(tensor)}")
+        raise TypeError(f"{what} is {not_an_array_text(tensor)}")
     refuse_masked(tensor, what)
     return tensor  # type: ignore[return-value]
 
@@ -29,7 +29,7 @@ def check_targets(tensor: Any) -> None:
     is_whole = isinstance(tensor, np.ndarray | np.generic | str)
     for one in tensor if isinstance(tensor, Collection) and not is_whole else (tensor,):
         if not isinstance(one, np.ndarray):
-            raise TypeError(f"a tensor to be written to is {what_else(one)}")
+            raise TypeError(f"a tensor to be written to is {not_an_array_text(one)}")
         refuse_masked(one, "a tensor to be written to")
 
 
@@ -44,10 +44,10 @@ def refuse_masked(tensor: object, what: str) -> None:
 
 def readable(tensor: object, name: str | None = None) -> Array:
     """Return an array that can be read at one go; TypeError as check_kind()."""
-    return np.asarray(check_kind(tensor, name), order="C")
+    return np.asarray(require_array(tensor, name), order="C")
 
 
-def what_else(tensor: object) -> str:
+def not_an_array_text(tensor: object) -> str:
     """Return what somebody gave who did not give an array, and what to do about it."""
     home = type(tensor).__module__.partition(".")[0]
     face = {"torch": "torch", "jaxlib": "jax", "jax": "jax", "tensorflow": "tensorflow"}.get(home)

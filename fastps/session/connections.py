@@ -27,7 +27,7 @@ from fastps.contract.partition import link_counts
 from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
 from fastps.control.identity import machine_name
-from fastps.control.listen import Doors, open_doors
+from fastps.control.listen import Listeners, open_listeners
 from fastps.control.protocol import (
     DeclaredTensor,
     DeclareKeys,
@@ -43,7 +43,7 @@ from fastps.errors import FastPSError, Status, TransportError
 from fastps.session.server_links import Links
 from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, shm
-from fastps.transport.peer_links import Node
+from fastps.transport.peer_links import PeerLinks
 from fastps.transport.tcp import choose_chunk
 from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic
@@ -107,7 +107,7 @@ def _engine_terms(layout: Layout, *, is_shared: bool) -> dict[str, Any]:
         "itemsize": dtype.itemsize,
         "kernel": kernel,
         "frame_bytes": wire_chunk(layout.coding, layout.chunk_bytes),
-        "is_ruled": layout.rule.has_meaning() or follows or layout.policy is Policy.KEPT,
+        "is_ruled": layout.rule.has_meaning() or follows or layout.policy is Policy.CODEC_STATE,
         "is_late": layout.rule.wants_whole or layout.policy in WHOLE or follows,
         "adds": follows,
     }
@@ -134,10 +134,10 @@ class Connections:
         self._progress = Progress()
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
-        self.node: Node | None = None
+        self.node: PeerLinks | None = None
         self.recorder: Recorder | None = None
         self._status: StatusService | None = None
-        doors = open_doors(config, port=0)
+        doors = open_listeners(config, port=0)
         try:
             self.client = self._join(doors)
             self.job = self.client.job
@@ -170,7 +170,7 @@ class Connections:
 
     # ---- making ----
 
-    def _join(self, doors: Doors) -> ControlClient:
+    def _join(self, doors: Listeners) -> ControlClient:
         self._device = rdma.look_up(self._config)
         return ControlClient.connect(
             self._config,
@@ -183,8 +183,8 @@ class Connections:
             on_event=self._take,
         )
 
-    def _make(self, doors: Doors) -> None:
-        self.node = Node(
+    def _make(self, doors: Listeners) -> None:
+        self.node = PeerLinks(
             self._config, doors.sockets, key_of=self.client.keys.of, device=self._device
         )
         self.node.join(self.job.members, me=self.job.me, generation=self.job.generation)
@@ -225,7 +225,7 @@ class Connections:
         words = f"memory {self.job.generation} {members}"
         return hmac.digest(self.client.keys.memory, words.encode(), "sha256")
 
-    def _make_server(self, node: Node) -> DataPlane:
+    def _make_server(self, node: PeerLinks) -> DataPlane:
         # imported here: a worker that only sends needs neither the kernels nor the store
         from fastps.server.dataplane import DataPlane  # noqa: PLC0415
 
@@ -304,7 +304,7 @@ class Connections:
             **_engine_terms(spec.layout, is_shared=self._group is not None),
         )
         compensation, policy = spec.layout.compensation, spec.layout.policy
-        tensor.is_compensated = compensation.strength > 0 or policy is Policy.GATHERED
+        tensor.is_compensated = compensation.strength > 0 or policy is Policy.DEADLINE_ROUNDS
         tensor.expect(spec.layout)
         return tensor
 
@@ -510,7 +510,7 @@ class Connections:
         if hasattr(self, "exchange"):
             self.exchange.dismiss()
 
-    def _undo(self, doors: Doors) -> None:
+    def _undo(self, doors: Listeners) -> None:
         """Free what was made of something that did not become whole."""
         with contextlib.suppress(FastPSError):
             self._close_links(self._config.shutdown_timeout_s)

@@ -19,7 +19,7 @@ from fastps.control.blame import join_names
 if TYPE_CHECKING:
     from fastps.control.protocol import Told
     from fastps.session.host import SessionHost
-    from fastps.session.join import Uneven
+    from fastps.session.join import JoinState
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _STEPPED = "stepped alone"
 class Drift:
     """What one worker knows of others' weights; one for each session."""
 
-    def __init__(self, session: SessionHost, uneven: Uneven) -> None:
+    def __init__(self, session: SessionHost, uneven: JoinState) -> None:
         self._session: SessionHost = weakref.proxy(session)
         self._uneven = uneven
         self._told: dict[int, tuple[str, list[int]]] = {}  # by rank

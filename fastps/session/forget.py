@@ -15,9 +15,9 @@ from fastps.session.tensor_spec import Names, check_distinct
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
     from fastps.session.groups import Groups
-    from fastps.session.join import Uneven
+    from fastps.session.join import JoinState
     from fastps.session.single_worker import Tensors
-    from fastps.session.ways import Ways
+    from fastps.session.ways import RouteChecker
     from fastps.worker._engine import WorkerEngine
     from fastps.worker._tensor import PlannedTensor
 
@@ -44,7 +44,7 @@ class Forgetting:
     """The part of a session that forgets."""
 
     config: Config
-    uneven: Uneven
+    uneven: JoinState
     check_usable: Callable[[], None]
     _check_poison: Callable[[Sequence[str]], None]
     _client: ControlClient | None
@@ -54,7 +54,7 @@ class Forgetting:
     _alone: Tensors
     _tensors: dict[str, PlannedTensor]
     n_forgotten: int  # calls of forget()
-    ways: Ways
+    ways: RouteChecker
 
     def forget(self, names: Names) -> None:
         """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""

@@ -7,7 +7,7 @@ import os
 import weakref
 from typing import Protocol
 
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 
 
 class Abandoned(Protocol):
@@ -24,7 +24,7 @@ def _forget_sessions_in_child() -> None:
     for session in list(sessions):
         session.abandon()
     sessions.clear()
-    forget_calls()
+    invalidate_call_cache()
 
 
 os.register_at_fork(after_in_child=_forget_sessions_in_child)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.channels import BARRIER
 from fastps.collectives.descriptions import Membership
 from fastps.collectives.group import Group
-from fastps.collectives.group_handle import Promise
+from fastps.collectives.group_handle import GroupHandle
 from fastps.collectives.row_counts import gather_objects
 from fastps.collectives.staged import Lines
 from fastps.errors import (
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from fastps.graph.windows import WindowTable
     from fastps.session.differences import Differences
     from fastps.session.host import SessionHost
-    from fastps.session.join import Uneven
+    from fastps.session.join import JoinState
     from fastps.session.stall_watch import StallWatch
-    from fastps.session.ways import Ways
+    from fastps.session.ways import RouteChecker
     from fastps.transport._shm import Mapping
     from fastps.transport.shm import Arena
 
@@ -53,7 +53,7 @@ class Groups:
     """What groups need of a session; makes them."""
 
     def __init__(
-        self, session: SessionHost, uneven: Uneven, ways: Ways, stalls: StallWatch,
+        self, session: SessionHost, uneven: JoinState, ways: RouteChecker, stalls: StallWatch,
         differences: Differences,
     ) -> None:  # fmt: skip
         self._session, self._uneven, self._ways = session, uneven, ways
@@ -69,7 +69,7 @@ class Groups:
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
         self._agreed: dict[str, Agreed] = {}
-        self._late_barrier: Promise | None = None
+        self._late_barrier: GroupHandle | None = None
         self._lines: Lines | None = None
 
     def _everybody(self) -> Sequence[int]:
@@ -148,7 +148,7 @@ class Groups:
         try:
             flight.wait(timeout_s)
         except (StallError, ValueError, KeyboardInterrupt):
-            if isinstance(flight, Promise):
+            if isinstance(flight, GroupHandle):
                 self._late_barrier = flight
             raise
 
@@ -230,7 +230,7 @@ class Groups:
                     f"{name!r} is not declared, nor had an operation this name on any worker: it "
                     "cannot be forgotten"
                 )
-        forget_calls()
+        invalidate_call_cache()
         kept = set().union(*(some for _, (_, some, _) in told))
         for group, name in used:
             self._uneven.forget(group.forget(name, kept))
@@ -300,10 +300,10 @@ class Groups:
         members: Sequence[int],
         *,
         is_average: bool = False,
-    ) -> Promise:
+    ) -> GroupHandle:
         """Make the handle of an operation."""
         config = self._session.config
-        return Promise(
+        return GroupHandle(
             operations, [output], is_single=True, operation=0, explain=explain,
             timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
             spin_us=config.spin_us, members=members,
@@ -333,7 +333,7 @@ class Groups:
             raise explain(operation, 0, None, limit_s)
 
     def wait(self, operation: Operation, explain: Explain) -> None:
-        """Wait for an operation that needs no handle; as Promise.wait() does."""
+        """Wait for an operation that needs no handle; as GroupHandle.wait() does."""
         config, began = self._session.config, time.perf_counter()
         status = operation.wait(timeout_s=config.op_timeout_s, spin_us=config.spin_us)
         self._session.wait_seconds[0] += time.perf_counter() - began

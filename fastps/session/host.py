@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastps.collectives.descriptions import Membership
     from fastps.collectives.group import Group
     from fastps.config import Config
-    from fastps.control.client import Asked
+    from fastps.control.client import PendingReply
     from fastps.control.protocol import Done, Layout, TensorPoisoned, TensorSpec
     from fastps.session.connections import Connections
     from fastps.worker._tensor import PlannedTensor
@@ -132,7 +132,7 @@ class SessionHost(Protocol):
 
     def enter_barrier(
         self, name: str = "barrier", *, timeout_s: float | None = None
-    ) -> Asked[Done] | None:
+    ) -> PendingReply[Done] | None:
         """Start a barrier of the scheduler; None where nobody else is to come."""
 
     def poison(self, poison: TensorPoisoned) -> None:

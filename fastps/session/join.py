@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.channels import Part, part_of
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.contract.contract import Policy
@@ -81,7 +81,7 @@ class _Round:
     """
 
     joins: dict[int, Counts] = field(default_factory=dict)
-    tellers: dict[Started, set[int]] = field(default_factory=dict)
+    senders: dict[Started, set[int]] = field(default_factory=dict)
     ends: Counts | None = None
 
     def absent(self, place: Place, number: int) -> set[int]:
@@ -91,7 +91,7 @@ class _Round:
         return {rank for rank, counts in self.joins.items() if counts.get(place, 0) < number}
 
 
-class Uneven:
+class JoinState:
     """What one worker knows of those who have run out of data; one for each session.
 
     is_on: somebody has joined who may have to be told of operations. has_rounds: anybody
@@ -125,14 +125,14 @@ class Uneven:
                 found.joins[event.member], past = told
                 for one in (Started(*words) for words in past):
                     if self._session.rank in one.members:  # that of a set may be others'
-                        found.tellers.setdefault(one, set()).add(event.member)
+                        found.senders.setdefault(one, set()).add(event.member)
                 self.has_rounds = True
                 self.is_on = bool(self._rounds[self._number].joins)
             else:
-                found.tellers.setdefault(Started(*told), set()).add(event.member)
+                found.senders.setdefault(Started(*told), set()).add(event.member)
             self._news.notify_all()
         if kind == _JOINED:  # what is in flight may wait for that worker, what is over lack it
-            forget_calls()
+            invalidate_call_cache()
             known: list[Operation | Past] = [*self._operations(), *list(self.past)]
             self._tell(map(_of_group, known))
             self.tell(self._session.started())
@@ -321,7 +321,7 @@ class Uneven:
                 raise StallError(self._stall_text(current, timeout_s))
             wanted, gone = self._wanted(current), self._gone(current)
             for one in wanted:
-                del current.tellers[one]
+                del current.senders[one]
         if self._ending is not None:
             raise self._session.blame("join()", self._ending)
         if gone and not wanted:  # what it has begun before may still be complete
@@ -336,11 +336,11 @@ class Uneven:
         """List what all who are at work have started, but this worker has not."""
         return [
             one
-            for one, tellers in current.tellers.items()
+            for one, senders in current.senders.items()
             if self._is_next(one)
             and (
                 self._is_refused(one)
-                or tellers.issuperset(set(one.members) - current.absent(one.place, one.number))
+                or senders.issuperset(set(one.members) - current.absent(one.place, one.number))
             )
         ]
 

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.row_counts import gather_objects
 from fastps.errors import FastPSError, MismatchError
 from fastps.session.current import current
@@ -163,7 +163,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     group = process_set._group if is_ours else None
     _agree("remove_process_set", process_set)  # until all are here, some may need operations of it
     with contextlib.nullcontext() if group is None else group.gate:
-        forget_calls()  # those that are made again do not come to the gate
+        invalidate_call_cache()  # those that are made again do not come to the gate
         _agree("remove_process_set", process_set, [] if group is None else group.in_flight())
         if not is_ours:
             return False

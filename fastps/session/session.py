@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fastps.byzantine import rules
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.objects import decode_of, encode_for_all
 from fastps.config import Config
 from fastps.contract.compression import Choice, coding_of
@@ -58,7 +58,7 @@ from fastps.session.differences import Differences
 from fastps.session.drift import Drift
 from fastps.session.forget import Forgetting
 from fastps.session.host import StartedTensor
-from fastps.session.join import AVERAGE, Uneven
+from fastps.session.join import AVERAGE, JoinState
 from fastps.session.stall_watch import StallWatch, dispute
 from fastps.session.steps import Steps
 from fastps.session.tensor_spec import (
@@ -75,13 +75,13 @@ from fastps.session.tensor_spec import (
     outputs_of,
     pair,
 )
-from fastps.session.ways import Ways
+from fastps.session.ways import RouteChecker
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
-    from fastps.control.client import Asked, ControlClient
+    from fastps.control.client import ControlClient, PendingReply
     from fastps.session.groups import Groups
     from fastps.worker._tensor import PlannedTensor, Ticket
 
@@ -143,8 +143,8 @@ class Session(Forgetting):
         self._groups: Groups | None = None
         self.n_forgotten = 0
         self.steps = Steps(self)
-        self.uneven = Uneven(self, self.steps)
-        self.ways = Ways(self, self.uneven)
+        self.uneven = JoinState(self, self.steps)
+        self.ways = RouteChecker(self, self.uneven)
         self.stalls = StallWatch(self, self.ways, self.steps)
         self.differences, self.drift = Differences(self), Drift(self, self.uneven)
         self._chunk_bytes, self._alone = (
@@ -636,7 +636,7 @@ class Session(Forgetting):
 
     def enter_barrier(
         self, name: str = "barrier", *, timeout_s: float | None = None
-    ) -> Asked[Done] | None:
+    ) -> PendingReply[Done] | None:
         """Start barrier(); None where nobody else is to come."""
         self.check_usable()
         timeout_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
@@ -790,7 +790,7 @@ class Session(Forgetting):
 
         Operations still in flight fail with ShutdownError.
         """
-        forget_calls()
+        invalidate_call_cache()
         if not self._become(State.CLOSING, State.OPEN, State.SUSPENDED):
             return
         try:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from fastps.control.protocol import Layout, Locate
     from fastps.session.host import GroupTable, SessionHost
     from fastps.session.steps import Steps
-    from fastps.session.ways import Ways
+    from fastps.session.ways import RouteChecker
     from fastps.worker._tensor import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ IN_VAIN = math.inf  # since when an operation is waited for whose wait ended in 
 class StallWatch:
     """What one worker waits for; one for each session."""
 
-    def __init__(self, session: SessionHost, ways: Ways, steps: Steps) -> None:
+    def __init__(self, session: SessionHost, ways: RouteChecker, steps: Steps) -> None:
         self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
         self._ways, self._steps = ways, steps
         self._watch_s = session.config.stall_watch_s
@@ -67,7 +67,7 @@ class StallWatch:
 
     def look(self) -> None:
         """See what is in flight; tell of what has been for too long."""
-        self._look_at_hands()
+        self._look_at_copy_pool()
         now = time.monotonic()
         if hasattr(self._session, "connections"):  # else it is not whole yet
             self._session.connections.look_at_links(now)
@@ -88,7 +88,7 @@ class StallWatch:
             self._next_s = 2 * waited_s
             self._tell(oldest, waited_s, len(pending))
 
-    def _look_at_hands(self) -> None:
+    def _look_at_copy_pool(self) -> None:
         """Tell of a copy that does not end: its memory cannot be given up, and nobody is late."""
         late_s = overdue_s()
         if late_s < self._watch_s:

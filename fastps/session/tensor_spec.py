@@ -30,7 +30,7 @@ from fastps.contract.partition import ALIGNMENT, MAX_PARTITION_BYTES
 from fastps.contract.rule import SUMMED, Rule
 from fastps.control.protocol import Layout, Parts
 from fastps.errors import ConfigError
-from fastps.session.array_checks import check_output, what_else
+from fastps.session.array_checks import check_output, not_an_array_text
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array
 
@@ -48,7 +48,7 @@ def pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
     """Make sequences of names and arrays; one name goes with one array."""
     if isinstance(name, str):
         if not isinstance(tensor, np.ndarray):
-            raise TypeError(f"tensor {name!r} is {what_else(tensor)}")
+            raise TypeError(f"tensor {name!r} is {not_an_array_text(tensor)}")
         return (name,), (tensor,)
     if isinstance(tensor, str) or not all(isinstance(one, str) for one in name):
         raise TypeError("a tensor or a sequence of them comes first, then its name or their names")
@@ -145,7 +145,7 @@ def make_layout(
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if (
-        policy not in (Policy.SUM, Policy.GATHERED)
+        policy not in (Policy.SUM, Policy.DEADLINE_ROUNDS)
         and coding not in (None, PLAIN)
         and (policy is not Policy.ACCUMULATE or staleness != ANY_STALENESS)
     ):
@@ -169,7 +169,7 @@ def make_layout(
     elif is_followed(policy, coding):
         partition_bytes = min(partition_bytes, RULED_BYTES)
     if rule is not None and rule.has_meaning():
-        is_summed = policy in (Policy.SUM, Policy.GATHERED)
+        is_summed = policy in (Policy.SUM, Policy.DEADLINE_ROUNDS)
         check_rule(name, rule, dtype, n, is_sent=is_sent, is_summed=is_summed)
         partition_bytes = _piece_bytes(name, rule, nbytes, partition_bytes)
     return Layout(
@@ -190,7 +190,7 @@ def check_taking_part(name: str, above: int, config: Config, policy: Policy) -> 
             f"tensor {name!r}: push_pull() and broadcasts are the workers', and this is validator "
             f"{above}; see fastps.HeldParameters"
         )
-    if config.goes_on and policy not in (Policy.GATHERED, Policy.ACCUMULATE):
+    if config.goes_on and policy not in (Policy.DEADLINE_ROUNDS, Policy.ACCUMULATE):
         raise ConfigError(
             f"tensor {name!r}: push_pull() and what is declared need all workers, and "
             "FASTPS_ON_LOSS=reweight goes on without some; use allreduce(), or let servers hold "

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.channels import REST, Part, whole_of
 from fastps.collectives.descriptions import differing_text, words_of
 from fastps.collectives.objects import decode_object, encode_object
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastps.collectives.group import Group
     from fastps.control.protocol import Told
     from fastps.session.host import Pending, SessionHost, StartedTensor
-    from fastps.session.join import Uneven
+    from fastps.session.join import JoinState
 
 # How many operations a worker has begun under a name, by way: OWN, on the tensor of this name;
 # "3 from name.0", grouped sums of tensors; AMONG, and the name or that of a part, among members
@@ -54,10 +54,10 @@ class _Grouped(NamedTuple):
     calls: int
 
 
-class Ways:
+class RouteChecker:
     """What one worker knows of names under which workers start different things."""
 
-    def __init__(self, session: SessionHost, uneven: Uneven) -> None:
+    def __init__(self, session: SessionHost, uneven: JoinState) -> None:
         self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
         self._uneven = uneven
         self._grouped: dict[str, dict[str, _Grouped]] = {}  # by name and way
@@ -257,7 +257,7 @@ class Ways:
         with self._news:
             del self._sides[name]
             self._news.notify_all()
-        forget_calls()
+        invalidate_call_cache()
         if (world := self._world()) is None:
             return
         exchange = self._session.connections.exchange

@@ -40,7 +40,7 @@ _KINDS = (
 )
 
 
-class Gate:
+class HandshakeGate:
     """Accept on bound sockets, TCP or Unix; a connection has timeout_s until welcome ends."""
 
     def __init__(
@@ -192,7 +192,7 @@ class Gate:
 class GateThread:
     """Runs a gate on the loop of a thread, fastps:accept."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: HandshakeGate) -> None:
         self._gate = gate
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()

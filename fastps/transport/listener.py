@@ -16,7 +16,7 @@ from typing import TypeAlias
 from fastps.config import Config
 from fastps.security.handshake import ClaimOf, Purpose, ServerHandshake
 from fastps.transport import sockets
-from fastps.transport.handshake_gate import Gate, GateThread
+from fastps.transport.handshake_gate import GateThread, HandshakeGate
 from fastps.transport.tcp import prefer_same_host, tune
 
 ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
@@ -53,7 +53,7 @@ class Listener(GateThread):
         self._admit = admit
         timeout_s = config.handshake_timeout_s
         super().__init__(
-            Gate(
+            HandshakeGate(
                 listeners,
                 key=key,
                 purposes=tuple(admit),

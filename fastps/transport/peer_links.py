@@ -125,7 +125,7 @@ class PeerTable:
             del self._states[peer]
 
 
-class Node:
+class PeerLinks:
     """This process's doors and peer links; made before it joins, closed when it has left.
 
     sockets: bound, of Unix and TCP. key_of: that of the links with a member. serve() says whose

@@ -399,7 +399,7 @@ def _meet(
 ) -> None:
     """Fill in the connection of everybody expected, whoever else may come; TimeoutError."""
     # imported here: who leads nobody does without asyncio
-    from fastps.transport.handshake_gate import Gate, GateThread  # noqa: PLC0415
+    from fastps.transport.handshake_gate import GateThread, HandshakeGate  # noqa: PLC0415
 
     is_complete = threading.Event()
 
@@ -415,7 +415,7 @@ def _meet(
     left_s = deadline - time.monotonic()
     memory = (Purpose.MEMORY,)
     gate = GateThread(
-        Gate([listener], key=key, purposes=memory, timeout_s=left_s, welcome=welcome)
+        HandshakeGate([listener], key=key, purposes=memory, timeout_s=left_s, welcome=welcome)
     )
     try:
         listener.bind("\0" + name)

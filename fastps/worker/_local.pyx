@@ -31,8 +31,8 @@ from libc.stdlib cimport calloc, free
 
 from fastps._core cimport (
     E_MISMATCH, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_LOCAL_ARRIVE, PROBE_LOCAL_CHUNK,
-    PROBE_LOCAL_STAGE, SPAN_REDUCE, SPAN_SPREAD, completion_is_done, deadline_of, hands_copy,
-    hands_fold, now_ns, probe_hit, thread_create, thread_join,
+    PROBE_LOCAL_STAGE, SPAN_REDUCE, SPAN_SPREAD, completion_is_done, deadline_of, pooled_copy,
+    pooled_fold, now_ns, probe_hit, thread_create, thread_join,
 )
 from fastps.native.atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_cas_ptr, fps_fence, fps_load32, fps_load64, fps_load_ptr,

@@ -26,7 +26,7 @@ cdef void do_at_once(Local* local, Record* record) noexcept nogil:
         do_chunk(local, record, &task, 0)
 
 
-cdef int odd_one(Local* local, Record* record) noexcept nogil:
+cdef int find_mismatch(Local* local, Record* record) noexcept nogil:
     """OK, or what the operation fails with: somebody failed before, or started another one."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
     cdef uint32_t rank
@@ -60,7 +60,7 @@ cdef void publish_operation(Local* local, Record* record) noexcept nogil:
     """Everybody has come: say what is to be done. Called by the last one."""
     cdef int32_t kind
     cdef uint32_t i
-    cdef int status = odd_one(local, record)
+    cdef int status = find_mismatch(local, record)
     if status != OK:
         publish(local, &record.parts[0], TASK_DONE, status, True)
         return

@@ -72,7 +72,7 @@ cdef void copy_to_others(Local* local, Arrival* arrivals, const char* source, ui
     cdef uint32_t rank
     for rank in range(local.n):
         if rank != owner:
-            hands_copy(output_of(local, arrivals, rank) + offset, source, nbytes, 0, of)
+            pooled_copy(output_of(local, arrivals, rank) + offset, source, nbytes, 0, of)
 
 
 cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* result,
@@ -84,8 +84,8 @@ cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* re
     cdef uint32_t rank
     for rank in range(local.n):
         sources[rank] = input_of(local, arrivals, rank) + offset
-    return hands_fold(mine.kernel, sources, local.n, result, nbytes / mine.itemsize,
-                      mine.itemsize, &divisor, of)
+    return pooled_fold(mine.kernel, sources, local.n, result, nbytes / mine.itemsize,
+                       mine.itemsize, &divisor, of)
 
 
 cdef void do_chunk(Local* local, Record* record, Task* task, int32_t chunk) noexcept nogil:
@@ -182,9 +182,9 @@ cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
     local.stage_in += 1
     if task.flags & FLAG_BROADCAST or stage_owner(local, task, chunk) == local.me:
         return True
-    hands_copy(stage_slot(local, local.me, number, False),
-               record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk), 0,
-               task.nbytes)
+    pooled_copy(stage_slot(local, local.me, number, False),
+                record.input + <uint64_t>chunk * task.chunk_bytes, stage_length(task, chunk), 0,
+                task.nbytes)
     probe_hit(PROBE_LOCAL_STAGE, task.tensor_id << KEY_BITS, task.version)
     fps_store64(stage_flag(local, local.me, number, False), number + 1)
     return True
@@ -224,18 +224,18 @@ cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
         return False
     nbytes = stage_length(task, chunk)
     if task.flags & FLAG_BROADCAST:
-        hands_copy(result, record.input + offset, nbytes, 0, task.nbytes)
+        pooled_copy(result, record.input + offset, nbytes, 0, task.nbytes)
     else:
         for rank in range(local.n):
             sources[rank] = (<const void*>(record.input + offset) if rank == local.me
                              else stage_slot(local, rank, number, False))
-        if hands_fold(mine.kernel, sources, local.n, result, nbytes / mine.itemsize,
-                      mine.itemsize, &divisor, task.nbytes) != 1:
+        if pooled_fold(mine.kernel, sources, local.n, result, nbytes / mine.itemsize,
+                       mine.itemsize, &divisor, task.nbytes) != 1:
             fps_cas32(&local.plan.status, OK, E_PROTOCOL)
             return False
         # What is summed in place lies in the cache: past it, it would have to be thrown out first.
-        hands_copy(record.output + offset, result, nbytes,
-                   0 if record.output == record.input else task.nbytes, task.nbytes)
+        pooled_copy(record.output + offset, result, nbytes,
+                    0 if record.output == record.input else task.nbytes, task.nbytes)
     fps_store64(stage_flag(local, local.me, number, True), number + 1)
     local.stage_sum += 1
     return True
@@ -254,9 +254,9 @@ cdef bint stage_out(Local* local, Record* record, Task* task) noexcept nogil:
     elif fps_load64(stage_flag(local, owner, number, True)) != number + 1:
         return False
     else:
-        hands_copy(record.output + <uint64_t>chunk * task.chunk_bytes,
-                   stage_slot(local, owner, number, True), stage_length(task, chunk),
-                   task.nbytes, task.nbytes)
+        pooled_copy(record.output + <uint64_t>chunk * task.chunk_bytes,
+                    stage_slot(local, owner, number, True), stage_length(task, chunk),
+                    task.nbytes, task.nbytes)
     local.stage_out += 1
     fps_store64(&cell_of(local, local.me).staged_out, number + 1)
     return True

@@ -96,7 +96,7 @@ cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept n
     return &record.parts[index] if record.sendings[index].slot.link == link else NULL
 
 
-cdef inline bint is_ghost(Remote* remote, const Header* header) noexcept nogil:
+cdef inline bint is_stale_frame(Remote* remote, const Header* header) noexcept nogil:
     """A frame for a tensor that was forgotten, though its number may have been given again.
 
     Results and errors of rounds that failed here may come long after; they are no offence.
@@ -132,7 +132,7 @@ cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept
     cdef Part* part
     if header.length > remote.discard_bytes:
         return NULL
-    if is_ghost(remote, header):
+    if is_stale_frame(remote, header):
         return remote.discard
     part = find_part(remote, link, header.key)
     if part == NULL or header.key_version > part.record.version:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 
-from fastps._core import Hands, HugePages, may_gather
+from fastps._core import CopyPool, HugePages, may_gather
 from fastps.config import Config
 from fastps.config.cpu_list import parse_cpu_list
 from fastps.errors import TransportError
@@ -36,7 +36,7 @@ def count_cores(config: Config, n_ranks: int) -> int:
     return len(parse_cpu_list(config.cpus) or os.sched_getaffinity(0)) // n_ranks
 
 
-def count_hands(config: Config, n_ranks: int) -> int:
+def count_copy_threads(config: Config, n_ranks: int) -> int:
     """Count the threads that help a worker with long copies."""
     threads = config.copy_threads
     if threads < 0:
@@ -100,7 +100,7 @@ class LocalGroup:
         can_gather = config.peer_memory and may_gather()
         self.pages = HugePages(ours.address, ours.nbytes) if can_gather else None
         self._pipes = stages.pipes
-        self._hands = Hands(count_hands(config, len(ranks)))
+        self._copy_pool = CopyPool(count_copy_threads(config, len(ranks)))
         engine.share(stages)
 
     def statistics(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class LocalGroup:
         The last to end: what landed on links was still to be shared.
         """
         is_closed = self._engine.close_memory(timeout_s=timeout_s)
-        if not self._hands.close(timeout_s) or not is_closed:
+        if not self._copy_pool.close(timeout_s) or not is_closed:
             log.warning("the threads of shared memory did not end within %g s", timeout_s)
         else:
             self._pipes.release()  # memory is not to wait for the collector

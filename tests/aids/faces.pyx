@@ -17,7 +17,7 @@ from fastps._core cimport (
     E_LINK_TIMEOUT, E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
     OK, BufferPool, Completion, Queue, QueueStats, Thread, completion_is_done,
     completion_part_done, completion_reset, completion_wait, completion_wait_signals,
-    crc32c_portable, deadline_of, hands_copy, hands_fold, now_ns, probe_hit, queue_close,
+    crc32c_portable, deadline_of, pooled_copy, pooled_fold, now_ns, probe_hit, queue_close,
     queue_create, queue_credit_return, queue_free, queue_lend, queue_pop, queue_pop_nowait,
     queue_push, queue_stats, rule_fn, thread_create, thread_join,
 )
@@ -400,7 +400,7 @@ def copy(target, source, uint64_t whole):
     return "moves" if way == FPS_BY_MOVES else "streams" if way == FPS_BY_STREAMS else "library"
 
 
-def copy_by_hands(target, source, uint64_t of):
+def copy_by_pool(target, source, uint64_t of):
     """Copy bytes as a part of an operation of so many."""
     cdef uint64_t n, room
     cdef const char* begin = bytes_of(source, &n, False)
@@ -409,11 +409,11 @@ def copy_by_hands(target, source, uint64_t of):
         raise ValueError(f"{n} bytes into {room}")
     if n:
         with nogil:
-            hands_copy(place, begin, n, of, of)
+            pooled_copy(place, begin, n, of, of)
 
 
-def fold_by_hands(uintptr_t rule, sources, target, uint32_t itemsize, int64_t divisor,
-                  uint64_t of):
+def fold_by_pool(uintptr_t rule, sources, target, uint32_t itemsize, int64_t divisor,
+                 uint64_t of):
     """Do a rule of fastps.reduce on arrays of bytes; 1: success."""
     cdef uint64_t nbytes, room
     cdef char* place = bytes_of(target, &room, True)
@@ -426,8 +426,8 @@ def fold_by_hands(uintptr_t rule, sources, target, uint32_t itemsize, int64_t di
         if nbytes != room:
             raise ValueError("sources of one size, 128 at most")
     with nogil:
-        done = hands_fold(<rule_fn>rule, places, n, place, room / itemsize, itemsize, &divisor,
-                          of)
+        done = pooled_fold(<rule_fn>rule, places, n, place, room / itemsize, itemsize, &divisor,
+                           of)
     return done
 
 

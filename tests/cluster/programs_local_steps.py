@@ -20,7 +20,7 @@ from codec_oracle import Reference
 import fastps
 from fastps.algorithms import outer
 from fastps.algorithms.async_local_sgd import Polynomial
-from fastps.algorithms.local_blocks import Lots
+from fastps.algorithms.local_blocks import ParticipationSchedule
 from fastps.algorithms.local_sgd_base import Terms
 from fastps.contract.codec import Option
 from fastps.contract.contract import Policy
@@ -272,7 +272,9 @@ def resumed(rank: int) -> None:
     own = keeps._fragments[0].names[0]
     for beside, message in (("nobody", "no tensor 'nobody'"), (own, "keep no")):
         with pytest.raises(fastps.ConfigError, match=message):
-            current().declare([("lacks", (3,), DType.FLOAT32)], policy=Policy.KEPT, beside=beside)
+            current().declare(
+                [("lacks", (3,), DType.FLOAT32)], policy=Policy.CODEC_STATE, beside=beside
+            )
 
 
 def go_on(rank: int, optimizer: Any, label: str = "", **words: Any) -> dict[str, Any]:
@@ -349,7 +351,7 @@ class Server:
     """The algorithm without rounds, in one process: what servers hold, and what each has of it."""
 
     def __init__(self, size: int, server: int, coding: Any, words: dict[str, Any]) -> None:
-        self.lots, self.coding = Lots(**words), coding
+        self.lots, self.coding = ParticipationSchedule(**words), coding
         self.value = model(np.float32)
         self.own = [copy.deepcopy(self.value) for _ in range(size)]
         self.agreed = copy.deepcopy(self.own)

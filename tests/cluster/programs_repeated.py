@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fastps
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.group_base import Members
 from fastps.errors import FastPSError, MismatchError, NotInitializedError
 from fastps.session import current
@@ -439,7 +439,7 @@ def _disturbed() -> None:
 
     def disturb() -> None:
         while not is_over.wait(20e-6):
-            forget_calls()
+            invalidate_call_cache()
 
     thread = threading.Thread(target=disturb)
     thread.start()

@@ -9,11 +9,11 @@ import pytest
 from transport_nets import wait_until
 
 from fastps.config import Config, load
-from fastps.control.listen import open_doors
+from fastps.control.listen import open_listeners
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec, Layout, Member
 from fastps.errors import FastPSError
 from fastps.server.dataplane import DataPlane
-from fastps.transport.peer_links import Node
+from fastps.transport.peer_links import PeerLinks
 from fastps.transport.rdma import look_up
 from fastps.types import DType
 
@@ -57,8 +57,8 @@ def config() -> Config:
 @pytest.fixture
 def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
     client = Client(make_job([0, 1, 0]))
-    doors = open_doors(config, port=0)
-    node = Node(config, doors.sockets, key_of=lambda _: b"k" * 32, device=look_up(config))
+    doors = open_listeners(config, port=0)
+    node = PeerLinks(config, doors.sockets, key_of=lambda _: b"k" * 32, device=look_up(config))
     made = DataPlane(config, client, node=node)  # type: ignore[arg-type]
     made.start()
     node.start()
@@ -128,7 +128,7 @@ def test_workers_of_a_new_generation_may_be_on_other_machines(
 
 def test_doors_without_unix_sockets(config: Config) -> None:
     settings = {"host": "127.0.0.1", "token": "0123456789abcdef", "unix_sockets": False}
-    doors = open_doors(load(settings, {}), port=0)
+    doors = open_listeners(load(settings, {}), port=0)
     try:
         assert doors.unix == ""
         assert len(doors.sockets) == 1

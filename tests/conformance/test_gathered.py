@@ -69,7 +69,7 @@ class House:
             partitions=[(i, piece[1], cast) for i, piece in enumerate(pieces)],
             dtype=dtype, itemsize=size, chunk_bytes=frame, kernel=rules[0].kernel,
             coders=coders(coding.without_memory(), 0, pushes=False) if is_coded else None,
-            inline_bytes=0, policy=Policy.GATHERED, unit=Unit.PARTITION, states=rules,
+            inline_bytes=0, policy=Policy.DEADLINE_ROUNDS, unit=Unit.PARTITION, states=rules,
             is_ruled=True, gathering=optimizer.gathering(MUCH_S), least=rule.full,
         )  # fmt: skip
         self.engines = [WorkerEngine(me=rank, n_members=1) for rank in range(N)]

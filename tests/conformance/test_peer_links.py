@@ -27,7 +27,7 @@ from fastps.control.protocol import Job, Member
 from fastps.errors import AuthError, PeerLostError, TransportError, TransportTimeout
 from fastps.security.handshake import derive_key
 from fastps.transport import rdma, sockets
-from fastps.transport.peer_links import Node
+from fastps.transport.peer_links import PeerLinks
 
 KEY = derive_key(b"token", "data", "job")
 BY_RDMA = tuple(kind for kind in NETS if kind in ("native", "pyverbs"))
@@ -42,7 +42,7 @@ class Party:
         self.config = load({"unix_sockets": way == "unix", **settings}, environ={})
         self.device = rdma.look_up(self.config)
         self.host = "::1" if way == "tcp6" else "127.0.0.1"
-        self.nodes: list[Node] = []
+        self.nodes: list[PeerLinks] = []
         self.boxes = [Mailbox() for _ in range(size)]
         members = [self.open(rank, key if rank else KEY) for rank in range(size)]
         self.job = Job("job", 1, 0, size, 0, size, tuple(members), (), False)
@@ -55,7 +55,7 @@ class Party:
         listeners = sockets.listen(self.host, 0)
         unix, name = sockets.listen_unix()
         self.nodes.append(
-            Node(self.config, [*listeners, unix], key_of=lambda _: key, device=self.device)
+            PeerLinks(self.config, [*listeners, unix], key_of=lambda _: key, device=self.device)
         )
         port = listeners[0].getsockname()[1]
         gid = self.device.usable_gid

@@ -19,7 +19,7 @@ from fastps.control.protocol import Member
 from fastps.errors import TransportError
 from fastps.security.handshake import derive_key
 from fastps.transport import rdma, sockets
-from fastps.transport.peer_links import Node
+from fastps.transport.peer_links import PeerLinks
 from fastps.transport.rdma import Capability
 from fastps.transport.rdma._transport import PythonDevice, RdmaTransport
 
@@ -39,7 +39,7 @@ class Party:
         self.is_cut = is_cut
         self.without: set[int] = set()  # which of the devices do not open
         self.asked = 0
-        self.nodes: list[Node] = []
+        self.nodes: list[PeerLinks] = []
         self.boxes = [transport_nets.Mailbox() for _ in range(2)]
         members = tuple(map(self.open, range(2)))
         for rank, (node, box) in enumerate(zip(self.nodes, self.boxes, strict=True)):
@@ -50,7 +50,7 @@ class Party:
     def open(self, rank: int) -> Member:
         """Make one member's doors."""
         (listener,) = sockets.listen("127.0.0.1", 0)
-        self.nodes.append(Node(self.config, [listener], key_of=lambda _: KEY, device=DEVICE))
+        self.nodes.append(PeerLinks(self.config, [listener], key_of=lambda _: KEY, device=DEVICE))
         port = listener.getsockname()[1]
         return Member("worker", rank, "127.0.0.1", port, 1, "here", rank, "", f"host {rank}", GID)
 

@@ -68,7 +68,7 @@ class Net:
             return self.sent[operation, me]
 
 
-class Members:
+class GroupBase:
     """What Agreed needs of a group: each operation gives everybody what all have brought."""
 
     def __init__(self, net: Net, me: int, ranks: Sequence[int]) -> None:
@@ -84,17 +84,17 @@ class Members:
         self.net.send(self.me, operation, self.ranks, value)
         net, me, ranks = self.net, self.me, self.ranks
 
-        class Promise:
+        class GroupHandle:
             def wait(self) -> None:
                 sink[:] = [net.receive(me, operation, ranks)]
 
-        return Promise()
+        return GroupHandle()
 
     def barrier(self, *, name: str) -> Any:
         return self.begin(name, None, [])
 
 
-def gather(members: Members, value: int, name: str) -> list[int]:
+def gather(members: GroupBase, value: int, name: str) -> list[int]:
     sink: list[dict[int, int]] = []
     members.begin(name, value, sink).wait()
     return [sink[0][rank] for rank in members.ranks]
@@ -103,8 +103,8 @@ def gather(members: Members, value: int, name: str) -> list[int]:
 def work(net: Net, me: int, results: dict[int, list[Any]]) -> None:
     """Go through all rounds of two operations each."""
     agreed = Agreed(  # type: ignore[arg-type]
-        Members(net, me, range(WORKERS)),
-        lambda: Members(net, me, [r for r in range(WORKERS) if r not in net.heard[me]]),
+        GroupBase(net, me, range(WORKERS)),
+        lambda: GroupBase(net, me, [r for r in range(WORKERS) if r not in net.heard[me]]),
         gather, "means",
     )  # fmt: skip
     try:

@@ -19,10 +19,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.algorithms.update_inbox import LOST, Inbox
+from fastps.algorithms.update_inbox import LOST, UpdateQueue
 from fastps.byzantine.judges import Case, judge_of
 from fastps.byzantine.update_codecs import Codes
-from fastps.byzantine.updates import DOUBLED, REPLAYED, Ledger, Notice, Update
+from fastps.byzantine.updates import DOUBLED, REPLAYED, RefusalStats, Update, UpdateHeader
 from fastps.errors import MismatchError, PeerLostError
 
 N, V, WAIT_S = 4, 2, 30.0
@@ -53,7 +53,7 @@ class Wire:
     def say(self, worker: int, number: int, place: int, block: np.ndarray | None) -> None:
         """Send what a worker sends of one block."""
         nbytes = 0 if block is None else block.nbytes
-        self.messages.put(Notice(worker, number, 0, place, block is None, nbytes).pack())
+        self.messages.put(UpdateHeader(worker, number, 0, place, block is None, nbytes).pack())
         if block is not None:
             self.messages.put(block.tobytes())
 
@@ -128,10 +128,13 @@ class House:
             connections=SimpleNamespace(reach=lambda workers: None), left=set(),
             groups=SimpleNamespace(pair=lambda worker: self.wires[worker]),
         )  # fmt: skip
-        self.ledgers = [Ledger() for _ in range(V)]
+        self.ledgers = [RefusalStats() for _ in range(V)]
         self.inboxes = [
-            Inbox(session, {w: Codes(None, NAMES, LIKES, w, min_bytes=0) for w in range(v, N, V)},
-                  LIKES, self.ledgers[v], channel=1)
+            UpdateQueue(
+                session,
+                {w: Codes(None, NAMES, LIKES, w, min_bytes=0) for w in range(v, N, V)},
+                LIKES, self.ledgers[v], channel=1,
+            )
             for v in range(V)
         ]  # fmt: skip
 

@@ -40,7 +40,7 @@ def numbers(seed: int, dtype: str = "f4") -> np.ndarray:
 def summed() -> np.ndarray:
     out = np.empty(COUNT, np.float32)
     sources = [numbers(j).view(np.uint8) for j in range(3)]
-    faces.fold_by_hands(sum_kernel(DType.FLOAT32), sources, out.view(np.uint8), 4, 3, 0)
+    faces.fold_by_pool(sum_kernel(DType.FLOAT32), sources, out.view(np.uint8), 4, 3, 0)
     return out
 
 

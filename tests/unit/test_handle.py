@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from fastps.errors import FastPSError, MismatchError, StallError
-from fastps.ops.start import Landed, Later
+from fastps.ops.start import CompletedHandle, MappedHandle
 from fastps.worker.handle import Handle
 
 THREADS = 8
@@ -58,7 +58,7 @@ def test_a_result_is_made_once_whoever_waits():
         assert go.wait(WAIT_S)
         return found
 
-    later, results = Later([handle_of(ticket)], finish), []
+    later, results = MappedHandle([handle_of(ticket)], finish), []
     threads = [
         threading.Thread(target=lambda: results.append(later.wait())) for _ in range(THREADS)
     ]
@@ -80,7 +80,7 @@ def test_a_result_is_made_once_whoever_waits():
 
 def test_poll_makes_nothing_and_a_time_that_is_over_leaves_it_under_way():
     ticket, made = Ticket(), []
-    later = Later([handle_of(ticket)], made.append)
+    later = MappedHandle([handle_of(ticket)], made.append)
     for _ in range(2):
         assert not later.poll()
         with pytest.raises(StallError, match="0 s"):
@@ -102,7 +102,7 @@ def test_an_error_is_kept_whatever_the_operation_says_later():
     with pytest.raises(StallError):  # the second array is not free yet
         handle.wait(0.0)
     second.end()
-    later = Later([handle], list)
+    later = MappedHandle([handle], list)
     for _ in range(2):
         with pytest.raises(MismatchError, match="-5"):
             handle.wait()
@@ -122,7 +122,7 @@ def test_what_fails_while_it_is_made_is_not_made_again(error):
         raise error
 
     ticket.end()
-    later = Later([handle_of(ticket)], finish)
+    later = MappedHandle([handle_of(ticket)], finish)
     for _ in range(3):
         with pytest.raises(type(error)):
             later.wait()
@@ -148,6 +148,6 @@ def test_what_is_to_be_told_is_told_once_and_its_error_counts():
 
 
 def test_what_landed_is_there():
-    landed = Landed("result")
+    landed = CompletedHandle("result")
     assert landed.poll()
     assert landed.wait(0.0) == "result"

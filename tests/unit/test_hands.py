@@ -17,23 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aids import faces
-from fastps._core import Hands, overdue_s
+from fastps._core import CopyPool, overdue_s
 from fastps.config import load
 from fastps.reduce import reduce_kernel
 from fastps.session.stall_watch import StallWatch
 from fastps.types import DType, ReduceOp
-from fastps.worker.local import count_hands
+from fastps.worker.local import count_copy_threads
 
 LONG = 4 << 20
 PIECE = 32 << 10
-MAX_HANDS = 15
+MAX_COPIERS = 15
 LIMIT_S = 20.0
 
 
 @pytest.fixture(params=[0, 1, 3])
-def hands(request: pytest.FixtureRequest) -> Iterator[Hands]:
+def hands(request: pytest.FixtureRequest) -> Iterator[CopyPool]:
     """Give so many."""
-    made = Hands(request.param)
+    made = CopyPool(request.param)
     try:
         yield made
     finally:
@@ -41,8 +41,8 @@ def hands(request: pytest.FixtureRequest) -> Iterator[Hands]:
 
 
 @pytest.fixture
-def three() -> Iterator[Hands]:
-    made = Hands(3)
+def three() -> Iterator[CopyPool]:
+    made = CopyPool(3)
     yield made
     assert made.close()
 
@@ -59,7 +59,7 @@ def test_copies(hands, of):
     def look(n: int, start: int) -> None:
         source = np.random.default_rng(n).integers(0, 256, n, np.uint8)
         memory = np.zeros(n + 200, np.uint8)
-        faces.copy_by_hands(memory[start:], source, of)
+        faces.copy_by_pool(memory[start:], source, of)
         np.testing.assert_array_equal(memory[start : start + n], source)
         assert not memory[:start].any()
         assert not memory[start + n :].any()
@@ -78,7 +78,7 @@ def test_sums_have_the_same_bits(hands, dtype):
         found = []
         for of in (0, LONG):
             out = np.zeros(count, dtype)
-            done = faces.fold_by_hands(
+            done = faces.fold_by_pool(
                 reduce_kernel(ReduceOp.SUM, code), [one.view(np.uint8) for one in sources],
                 out.view(np.uint8), code.itemsize, 1, of,
             )  # fmt: skip
@@ -100,7 +100,7 @@ def test_several_threads_have_tasks_at_once(three):
         for turn in range(150):
             source = rng.integers(0, 256, 100_000 + 999 * (turn % 7), np.uint8)
             target = np.zeros_like(source)
-            faces.copy_by_hands(target, source, LONG)
+            faces.copy_by_pool(target, source, LONG)
             if not np.array_equal(target, source):
                 wrong.append((me, turn))
 
@@ -117,7 +117,7 @@ def test_hands_that_sleep_are_woken(three):
     for _ in range(20):
         threading.Event().wait(0.002)  # they look for 0.1 ms
         target = np.zeros_like(source)
-        faces.copy_by_hands(target, source, LONG)
+        faces.copy_by_pool(target, source, LONG)
         np.testing.assert_array_equal(target, source)
 
 
@@ -154,7 +154,7 @@ def test_a_piece_that_does_not_end_is_waited_for_and_named(three, caplog):
         owner.append(threading.get_ident())
         data = np.zeros(4 * PIECE, np.uint8)
         address = ctypes.cast(stuck, ctypes.c_void_p).value
-        owner.append(faces.fold_by_hands(address, [data], data, 1, 1, LONG))
+        owner.append(faces.fold_by_pool(address, [data], data, 1, 1, LONG))
 
     session = Watched(0.05)
     watch, thread = StallWatch(session, session, session), threading.Thread(target=fold)
@@ -179,20 +179,20 @@ def test_a_piece_that_does_not_end_is_waited_for_and_named(three, caplog):
 
 
 def test_a_process_has_hands_once_and_may_have_them_again():
-    first, second = Hands(2), Hands(5)
+    first, second = CopyPool(2), CopyPool(5)
     assert (first.count, second.count) == (2, 0)
     assert second.close()
-    assert threads_of_hands() == 2
+    assert copy_pool_threads() == 2
     assert first.close()
     assert first.close(), "a second time does nothing"
-    assert threads_of_hands() == 0
-    third = Hands(1)
+    assert copy_pool_threads() == 0
+    third = CopyPool(1)
     assert third.count == 1
     del third
-    assert threads_of_hands() == 0
+    assert copy_pool_threads() == 0
 
 
-def threads_of_hands() -> int:
+def copy_pool_threads() -> int:
     """Count them, by their names."""
     names = []
     for task in os.listdir("/proc/self/task"):
@@ -204,8 +204,8 @@ def threads_of_hands() -> int:
 def _copy_in_child() -> None:
     source = np.arange(1 << 20, dtype=np.uint8)
     target = np.zeros_like(source)
-    made = Hands(2)
-    faces.copy_by_hands(target, source, LONG)
+    made = CopyPool(2)
+    faces.copy_by_pool(target, source, LONG)
     assert np.array_equal(target, source)
     assert made.count == 2
     assert made.close()
@@ -218,17 +218,17 @@ def test_a_forked_child_has_its_own(three):
     assert child.exitcode == 0
 
 
-@pytest.mark.parametrize("count", [-1, MAX_HANDS + 1])
+@pytest.mark.parametrize("count", [-1, MAX_COPIERS + 1])
 def test_so_many_are_not_possible(count):
     with pytest.raises(ValueError, match="0 to 15"):
-        Hands(count)
+        CopyPool(count)
 
 
 def test_a_worker_has_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16))
 
     def count(threads: int, ranks: int, cpus: str = "") -> int:
-        return count_hands(load({"copy_threads": threads, "cpus": cpus}, {}), ranks)
+        return count_copy_threads(load({"copy_threads": threads, "cpus": cpus}, {}), ranks)
 
     assert [count(-1, ranks) for ranks in (2, 4, 5, 8, 9, 64)] == [3, 3, 2, 1, 0, 0]
     assert [count(threads, 2) for threads in (0, 1, 2, 16)] == [0, 0, 1, 15]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fastps.collectives._eager_rows import Blocks, pack
 from fastps.collectives.row_counts import Rows, tell
-from fastps.collectives.size_cache import Steady
+from fastps.collectives.size_cache import SizeCache
 from fastps.errors import MismatchError
 from fastps.types import DType, dtype_of
 
@@ -21,7 +21,7 @@ HEAD_BYTES = 40
 DTYPES = [np.float32, np.float64, np.float16, np.int8, np.int64, np.bool_]
 
 
-class Members:
+class GroupBase:
     """Groups of n members whose bytes are carried by lists; one thread each."""
 
     def __init__(self, n, n_machines=1):
@@ -32,16 +32,16 @@ class Members:
                 size=n,
                 ranks=[3 * place for place in range(n)],
                 is_on_one_machine=n_machines == 1,
-                trade=lambda kind, sent, found, name, key, me=place, **_: self.trade(
-                    kind, sent, found, me
+                exchange_sizes=lambda kind, sent, found, name, key, me=place, **_: (
+                    self.exchange_sizes(kind, sent, found, me)
                 ),
-                steady=Steady(),
+                steady=SizeCache(),
                 differing=MismatchError,
             )
             for place in range(n)
         ]
 
-    def trade(self, kind, sent, found, me):
+    def exchange_sizes(self, kind, sent, found, me):
         """Give a member what all of them send it."""
         self.sent[me] = bytes(sent)
         self.meeting.wait()
@@ -97,7 +97,7 @@ def test_an_allgather_of_rows(n, data, width, dtype, n_machines):
     rng = np.random.default_rng(n)
     arrays = [rng.integers(0, 2, (count, width)).astype(dtype) for count in rows]
     code = dtype_of(np.dtype(dtype))
-    members = Members(n, n_machines)
+    members = GroupBase(n, n_machines)
     found = members.each(
         lambda me, group: told_of(
             Rows(group, "allgather", arrays[me], [rows[me]], code, None, "x")
@@ -123,7 +123,7 @@ def test_an_alltoall_of_rows(n, data, dtype):
     arrays = [rng.integers(0, 2, (sum(split), 2)).astype(dtype) for split in splits]
     cuts = [np.split(a, np.cumsum(s)[:-1]) for a, s in zip(arrays, splits, strict=True)]
     code = dtype_of(np.dtype(dtype))
-    found = Members(n).each(
+    found = GroupBase(n).each(
         lambda me, group: told_of(Rows(group, "alltoall", arrays[me], splits[me], code, None, "x"))
     )
     largest = max(map(max, splits)) * 2 * np.dtype(dtype).itemsize
@@ -141,7 +141,7 @@ def test_an_alltoall_of_rows(n, data, dtype):
 )
 def test_rows_that_differ_are_an_error_for_everybody(shape, dtype):
     arrays = [np.ones((2, 3), np.float32), np.ones(shape, dtype), np.ones((5, 3), np.float32)]
-    found = Members(3).each(
+    found = GroupBase(3).each(
         lambda me, group: told_of(
             Rows(
                 group, "allgather", arrays[me], [len(arrays[me])], dtype_of(arrays[me].dtype),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.collectives.size_cache import MANY, MOST_MISSES, Steady
+from fastps.collectives.size_cache import MANY, MOST_MISSES, SizeCache
 
 KEY = "allgather", None, 2, 0
 rows = st.lists(st.integers(1, 2), min_size=3, max_size=3)
@@ -19,7 +19,7 @@ def came_of(steady, key, sent):
 
 
 def test_sizes_have_to_come_twice():
-    steady = Steady()
+    steady = SizeCache()
     assert steady.guess(KEY, [3]) is None
     steady.told(KEY, [3], [3, 5])
     assert steady.guess(KEY, [3]) is None
@@ -37,7 +37,7 @@ def test_sizes_have_to_come_twice():
 
 
 def test_who_was_wrong_waits_twice_as_long():
-    steady, came = Steady(), [7, 7]
+    steady, came = SizeCache(), [7, 7]
     waited = []
     for _ in range(4):
         times = 0
@@ -50,7 +50,7 @@ def test_who_was_wrong_waits_twice_as_long():
 
 
 def test_nobody_is_wrong_for_ever():
-    steady = Steady()
+    steady = SizeCache()
     for number in range(MOST_MISSES):
         assert steady.guess(number, [1]) is None
         for _ in range(2):
@@ -63,7 +63,7 @@ def test_nobody_is_wrong_for_ever():
 
 
 def test_who_may_not_have_heard_takes_nothing_for_granted():
-    steady = Steady()
+    steady = SizeCache()
     for _ in range(3):
         steady.told(KEY, [1], [1, 1])
     guess = steady.guess(KEY, [1])
@@ -75,7 +75,7 @@ def test_who_may_not_have_heard_takes_nothing_for_granted():
 
 
 def test_a_million_sizes_are_not_kept():
-    steady = Steady()
+    steady = SizeCache()
     for number in range(10 * MANY):
         steady.told(number, [1], [1, 1])
     assert len(steady._known) <= MANY
@@ -84,7 +84,7 @@ def test_a_million_sizes_are_not_kept():
 @given(st.lists(st.tuples(rows, st.lists(st.booleans(), min_size=3, max_size=3)), max_size=30))
 def test_members_guess_the_same_or_one_of_them_asks(turns):
     """Members exchange rows; who guesses is right, or somebody asks, so that all hear of it."""
-    members = [Steady() for _ in range(3)]
+    members = [SizeCache() for _ in range(3)]
     for sizes, waits in turns:
         guesses = [
             came_of(member, KEY, [size]) if is_waiting else None

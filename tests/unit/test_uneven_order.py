@@ -11,7 +11,7 @@ import pytest
 from fastps.collectives.objects import encode_object
 from fastps.config import load
 from fastps.control.protocol import Told
-from fastps.session.join import Started, Uneven, neutral
+from fastps.session.join import JoinState, Started, neutral
 from fastps.types import DType, ReduceOp
 
 
@@ -39,17 +39,17 @@ def operation(number: int) -> Started:
     return Started("w", number, (0, 1, 2), ((4,), int(DType.FLOAT32), -1))
 
 
-def hear(uneven: Uneven, rank: int, *words: object) -> None:
+def hear(uneven: JoinState, rank: int, *words: object) -> None:
     uneven.hear(Told(rank, encode_object((0, *words))))
 
 
-def wanted(uneven: Uneven) -> list[int]:
+def wanted(uneven: JoinState) -> list[int]:
     return [one.number for one in uneven._wanted(uneven._rounds[0])]
 
 
 def test_operations_are_taken_in_their_order_when_all_at_work_have_told() -> None:
     session = Session()
-    uneven = Uneven(session, session)  # type: ignore[arg-type]
+    uneven = JoinState(session, session)  # type: ignore[arg-type]
     hear(uneven, 0, "joined", ({}, []))
     for rank, number in ((1, 2), (2, 2), (1, 1)):  # a later one may be told first
         hear(uneven, rank, "started", tuple(operation(number)))
@@ -65,7 +65,7 @@ def test_operations_are_taken_in_their_order_when_all_at_work_have_told() -> Non
 
 def test_who_joins_tells_what_may_be_over_for_it() -> None:
     session = Session()
-    uneven = Uneven(session, session)  # type: ignore[arg-type]
+    uneven = JoinState(session, session)  # type: ignore[arg-type]
     hear(uneven, 0, "joined", ({}, []))
     past = [tuple(operation(1)), tuple(operation(2))]
     hear(uneven, 1, "joined", ({"w": 2}, past))
@@ -78,7 +78,7 @@ def test_who_joins_tells_what_may_be_over_for_it() -> None:
 
 def test_who_has_joined_since_need_not_tell() -> None:
     session = Session()
-    uneven = Uneven(session, session)  # type: ignore[arg-type]
+    uneven = JoinState(session, session)  # type: ignore[arg-type]
     hear(uneven, 0, "joined", ({}, []))
     hear(uneven, 1, "started", tuple(operation(1)))
     assert wanted(uneven) == []
@@ -91,7 +91,7 @@ def test_who_has_joined_since_need_not_tell() -> None:
 
 def test_nobody_corrects_before_anybody_has_joined() -> None:
     session = Session()
-    uneven = Uneven(session, session)  # type: ignore[arg-type]
+    uneven = JoinState(session, session)  # type: ignore[arg-type]
     assert not uneven.is_on
     assert uneven.correction("w", 1, range(3)) == 1.0
     assert uneven.refusal(SimpleNamespace(about=None)) == ""  # type: ignore[arg-type]

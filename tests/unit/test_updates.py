@@ -18,10 +18,10 @@ from fastps.byzantine.updates import (
     MALFORMED,
     NOTICE_BYTES,
     REPLAYED,
-    Assembly,
-    Ledger,
-    Notice,
+    RefusalStats,
     Update,
+    UpdateAssembler,
+    UpdateHeader,
     unpack,
 )
 
@@ -29,11 +29,11 @@ SIZES = (8, 4, 0)
 WORKER = 3
 
 
-def notice(number: int, block: int, *, base: int = 0, skipped: bool = False) -> Notice:
-    return Notice(WORKER, number, base, block, skipped, 0 if skipped else SIZES[block])
+def notice(number: int, block: int, *, base: int = 0, skipped: bool = False) -> UpdateHeader:
+    return UpdateHeader(WORKER, number, base, block, skipped, 0 if skipped else SIZES[block])
 
 
-def feed(assembly: Assembly, one: Notice | None) -> tuple[str, bool, Update | None]:
+def feed(assembly: UpdateAssembler, one: UpdateHeader | None) -> tuple[str, bool, Update | None]:
     """Do what an inbox does: give what is refused, whether that is the end, what is whole."""
     step = assembly.take(one)
     if step.is_end or not step.is_taken or one is None:
@@ -43,17 +43,17 @@ def feed(assembly: Assembly, one: Notice | None) -> tuple[str, bool, Update | No
 
 
 def test_a_notice_travels_and_garbage_does_not():
-    one = Notice(7, 1 << 40, 12, 2, False, 1 << 33)
+    one = UpdateHeader(7, 1 << 40, 12, 2, False, 1 << 33)
     assert len(one.pack()) == NOTICE_BYTES
     assert unpack(one.pack()) == one
-    skipped = Notice(7, 1, 0, 2, True, 0)
+    skipped = UpdateHeader(7, 1, 0, 2, True, 0)
     assert unpack(skipped.pack()) == skipped
     assert unpack(bytes(NOTICE_BYTES)) is None
-    assert unpack(Notice(7, 1, 0, 2, True, 5).pack()) is None
+    assert unpack(UpdateHeader(7, 1, 0, 2, True, 5).pack()) is None
 
 
 def test_what_is_wrong_has_a_name():
-    assembly = Assembly(WORKER, SIZES)
+    assembly = UpdateAssembler(WORKER, SIZES)
     assert feed(assembly, notice(1, 0)) == ("", False, None)
     assert feed(assembly, notice(1, 0))[0] == DOUBLED
     assert feed(assembly, notice(1, 1, base=5))[0] == DOUBLED
@@ -73,14 +73,14 @@ def test_what_is_wrong_has_a_name():
     [
         None,
         notice(0, 0),
-        Notice(WORKER + 1, 1, 0, 0, False, 8),
-        Notice(WORKER, 1, 0, 9, False, 8),
-        Notice(WORKER, 1, 0, 0, False, 9),
-        Notice(WORKER, 1, 0, 0, False, 1 << 40),
+        UpdateHeader(WORKER + 1, 1, 0, 0, False, 8),
+        UpdateHeader(WORKER, 1, 0, 9, False, 8),
+        UpdateHeader(WORKER, 1, 0, 0, False, 9),
+        UpdateHeader(WORKER, 1, 0, 0, False, 1 << 40),
     ],
 )
 def test_what_cannot_be_understood_ends_it(wrong):
-    assert feed(Assembly(WORKER, SIZES), wrong) == (MALFORMED, True, None)
+    assert feed(UpdateAssembler(WORKER, SIZES), wrong) == (MALFORMED, True, None)
 
 
 numbers = st.integers(1, 6)
@@ -91,7 +91,7 @@ messages = st.builds(
 
 @given(st.lists(messages, max_size=60))
 def test_whatever_comes_updates_are_whole_rising_and_of_one_round(sent):
-    assembly = Assembly(WORKER, SIZES)
+    assembly = UpdateAssembler(WORKER, SIZES)
     found = []
     for one in sent:
         _, is_end, update = feed(assembly, one)
@@ -108,7 +108,7 @@ def test_whatever_comes_updates_are_whole_rising_and_of_one_round(sent):
 
 @given(st.lists(numbers, unique=True).map(sorted), st.data())
 def test_honest_updates_come_through_whole_whatever_is_repeated(rounds, data):
-    assembly, found = Assembly(WORKER, SIZES), []
+    assembly, found = UpdateAssembler(WORKER, SIZES), []
     for number in rounds:
         for block in data.draw(st.permutations(range(3))):
             one = notice(number, block)
@@ -120,7 +120,7 @@ def test_honest_updates_come_through_whole_whatever_is_repeated(rounds, data):
 
 
 def test_a_ledger_counts_and_says_what_is_news():
-    ledger = Ledger()
+    ledger = RefusalStats()
     assert not ledger.note(0)
     assert ledger.note(1, LATE)
     assert not ledger.note(1, LATE)
@@ -137,7 +137,7 @@ def test_a_ledger_counts_and_says_what_is_news():
 
 
 def test_a_ledger_keeps_what_rules_found():
-    ledger = Ledger()
+    ledger = RefusalStats()
     for scores in ([0.5, 1.0], [0.0, math.nan], [math.inf, -0.5]):
         ledger.note_blocks(2, [("", score) for score in scores])
     found = ledger.statistics()
@@ -147,7 +147,7 @@ def test_a_ledger_keeps_what_rules_found():
 
 
 def test_what_changes_is_news_once_for_an_update_and_ever_more_rarely():
-    ledger, news = Ledger(), []
+    ledger, news = RefusalStats(), []
     for number in range(200):  # each update has a block that is refused, as a liar's may
         news.append(ledger.note_blocks(4, [("", 1.0), ("direction", 0.0), ("length", 0.0),
                                            ("direction", 0.0)]))  # fmt: skip

@@ -17,7 +17,7 @@ from window_fleet import TIMEOUT_S, WAYS, Fleet, done, spread
 
 from aids.faces import threads_alive
 from fastps import topology
-from fastps._core import Hands
+from fastps._core import CopyPool
 from fastps.errors import Status
 from fastps.graph._windows import Window, Windows
 from fastps.topology import Topology
@@ -184,7 +184,7 @@ def test_every_type_is_put_added_and_averaged(make, dtype, code):
 @pytest.mark.parametrize("count", [LONG // 4 - 1, LONG // 4, LONG // 4 + 8193, 3_000_001])
 def test_long_windows_by_many_hands(make, count):
     """Every copy and sum of arrays around 4 MiB, and longer ones, which several threads share."""
-    fleet, graph, hands = make(3), topology.fully_connected_graph(3), Hands(3)
+    fleet, graph, hands = make(3), topology.fully_connected_graph(3), CopyPool(3)
     random = np.random.default_rng(count)
     arrays = [random.integers(-99, 99, count).astype(np.float32) for _ in range(3)]
     model = Model(graph, arrays, zero=False)

@@ -19,11 +19,11 @@ from fastps.server import main, server
 def main_behind(address: str) -> int:
     """Run a server whose door is announced at that address."""
 
-    def open_doors(*args: Any, **options: Any) -> listen.Doors:
-        made = listen.open_doors(*args, **options)
+    def open_listeners(*args: Any, **options: Any) -> listen.Listeners:
+        made = listen.open_listeners(*args, **options)
         return dataclasses.replace(made, address=(address, made.address[1]), unix="")
 
-    server.open_doors = open_doors  # type: ignore[attr-defined]
+    server.open_listeners = open_listeners  # type: ignore[attr-defined]
     return main.main([])
 
 

@@ -16,7 +16,7 @@ import torch
 
 import fastps
 import fastps.torch as fps
-from fastps.collectives._calls import forget_calls
+from fastps.collectives._calls import invalidate_call_cache
 from fastps.frameworks.torch.ops.tensors import (
     sendable,
     tensor_over,
@@ -36,7 +36,7 @@ from fastps.ops.neighbors import (
     set_machine_topology,
     set_topology,
 )
-from fastps.ops.start import Average, Later, Sum
+from fastps.ops.start import Average, MappedHandle, Sum
 from fastps.session.current import current, known
 from fastps.topology import to_networkx
 from fastps.torch import (
@@ -183,7 +183,7 @@ def load_machine_topology() -> Any:
 def suspend() -> None:
     """Let operations raise FastPSError until resume(): so that none is begun by mistake."""
     current().suspend()
-    forget_calls()
+    invalidate_call_cache()
 
 
 def resume() -> None:
@@ -263,7 +263,7 @@ def allreduce_nonblocking(
     average: bool = True,
     is_hierarchical_local: bool = False,
     name: str | None = None,
-) -> Later[torch.Tensor]:
+) -> MappedHandle[torch.Tensor]:
     """Start allreduce() and give a handle."""
     if not is_hierarchical_local:
         return fps.allreduce_async(tensor, name=name, op=Average if average else Sum)
@@ -274,7 +274,7 @@ def allreduce_nonblocking(
         view_of(source), op=Average if average else Sum, name=name,
         dtype=wire_dtype(source.dtype, name or "tensor"),
     )  # fmt: skip
-    return Later([flight], lambda found: tensor_over(found[0], tensor.dtype))
+    return MappedHandle([flight], lambda found: tensor_over(found[0], tensor.dtype))
 
 
 def allreduce_nonblocking_(
@@ -282,7 +282,7 @@ def allreduce_nonblocking_(
     average: bool = True,
     is_hierarchical_local: bool = False,
     name: str | None = None,
-) -> Later[torch.Tensor]:
+) -> MappedHandle[torch.Tensor]:
     """Start allreduce_() and give a handle."""
     flight = allreduce_nonblocking(tensor, average, is_hierarchical_local, name)
 
@@ -290,7 +290,7 @@ def allreduce_nonblocking_(
         write_over(tensor, found[0])
         return tensor
 
-    return Later([flight], finish)
+    return MappedHandle([flight], finish)
 
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import Any
 
 from typing_extensions import disjoint_base
 
-from fastps.frameworks._borrowed_memory import Lent
+from fastps.frameworks._borrowed_memory import BorrowedMemory
 
 @disjoint_base
-class Buffers(Lent): ...
+class Buffers(BorrowedMemory): ...
 
 def handler(run: Callable[..., None]) -> Any: ...

@@ -15,7 +15,7 @@ call frame is used after ``handle`` has returned.
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t
 
-from fastps.frameworks._borrowed_memory cimport Lent, array_at
+from fastps.frameworks._borrowed_memory cimport BorrowedMemory, array_at
 
 import numpy as np
 
@@ -159,7 +159,7 @@ def handler(run):
     return PyCapsule_New(<void *>handle, NULL, NULL)
 
 
-cdef class Buffers(Lent):
+cdef class Buffers(BorrowedMemory):
     """The buffers of one call; they are XLA's again when the call has returned."""
 
     cdef XlaList *buffers

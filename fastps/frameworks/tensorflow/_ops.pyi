@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import disjoint_base
 
-from fastps.frameworks._borrowed_memory import Lent
+from fastps.frameworks._borrowed_memory import BorrowedMemory
 from fastps.worker.handle import Array
 
 FUNCTIONS: tuple[str, ...]
 MAX_RANK: int
 
 @disjoint_base
-class Tensors(Lent): ...
+class Tensors(BorrowedMemory): ...
 
 @disjoint_base
 class Outputs(Tensors):

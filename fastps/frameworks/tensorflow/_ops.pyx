@@ -20,7 +20,7 @@ which TensorFlow's packages for Linux are built with.
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-from fastps.frameworks._borrowed_memory cimport Lent, array_at
+from fastps.frameworks._borrowed_memory cimport BorrowedMemory, array_at
 from fastps.native.atomic cimport fps_load32, fps_store32
 
 import numpy as np
@@ -213,7 +213,7 @@ def register(addresses, run, describe, defer):
         raise RuntimeError(text)
 
 
-cdef class Tensors(Lent):
+cdef class Tensors(BorrowedMemory):
     """Tensors of one call, held until this is collected."""
 
     cdef void **tensors

@@ -49,8 +49,8 @@ cdef enum Writing:              # what the writer does with a part that it has t
 
 # ---------------------------------------------------------------- whose memory it is
 
-cdef bint reach(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
-                bint is_read) noexcept nogil:
+cdef bint copy_remote(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
+                      bint is_read) noexcept nogil:
     """Copy from or to the peer's memory; False: some of it cannot be reached."""
     cdef iovec here, there
     cdef uint64_t done = 0
@@ -81,32 +81,32 @@ cdef struct Reach:
 cdef void reach_piece(void* context, int64_t piece) noexcept nogil:
     cdef Reach* one = <Reach*>context
     cdef uint64_t start = piece * LEAST_PART
-    if not reach(one.link, one.ours + start, one.theirs + <int64_t>start,
-                 min(<uint64_t>LEAST_PART, one.nbytes - start), one.is_read):
+    if not copy_remote(one.link, one.ours + start, one.theirs + <int64_t>start,
+                       min(<uint64_t>LEAST_PART, one.nbytes - start), one.is_read):
         fps_add32(&one.n_failed, 1)
 
 
-cdef bint reach_part(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes, uint64_t of,
-                     bint is_read) noexcept nogil:
-    """Do reach() for a part of a message, with whatever hands are idle."""
+cdef bint copy_remote_part(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
+                           uint64_t of, bint is_read) noexcept nogil:
+    """Do copy_remote() for a part of a message, with whatever copiers are idle."""
     cdef Reach one
-    if not hands_help(of):
-        return reach(link, ours, theirs, nbytes, is_read)
+    if not copy_pool_wanted(of):
+        return copy_remote(link, ours, theirs, nbytes, is_read)
     one.link, one.ours, one.theirs, one.nbytes = link, ours, theirs, nbytes
     one.is_read, one.n_failed = is_read, 0
-    hands_do(reach_piece, &one, (nbytes + LEAST_PART - 1) / LEAST_PART)
+    copy_pool_run(reach_piece, &one, (nbytes + LEAST_PART - 1) / LEAST_PART)
     return fps_load32(&one.n_failed) == 0
 
 
-cdef int look(PipeLink* link) noexcept nogil:
+cdef int check_peer(PipeLink* link) noexcept nogil:
     """OK: the peer's process is there; E_PEER_LOST: it is not; E_SHUTDOWN: it is closed to us."""
     cdef int64_t token = 0
-    if reach(link, <char*>&token, link.token_at, sizeof(token), True):
+    if copy_remote(link, <char*>&token, link.token_at, sizeof(token), True):
         return OK if token == link.token else E_PEER_LOST
     return E_SHUTDOWN if errno in (EPERM, ENOSYS) else E_PEER_LOST
 
 
-cdef void probe(PipeLink* link) noexcept nogil:
+cdef void probe_peer_memory(PipeLink* link) noexcept nogil:
     """Find out, once both show their numbers, whether we can read the peer's memory; tell it."""
     cdef Mail* mail = &link.pipes.mail[link.index]
     if link.is_probed or not link.pipes.token or not fps_load64(&mail.token):
@@ -115,7 +115,7 @@ cdef void probe(PipeLink* link) noexcept nogil:
     link.token = fps_load64(&mail.token)
     link.token_at = mail.token_at
     link.pid = <int32_t>mail.pid
-    fps_store64(&link.inlet.is_readable, look(link) == OK)
+    fps_store64(&link.inlet.is_readable, check_peer(link) == OK)
 
 
 cdef bint can_go_whole(PipeLink* link, const SendItem* item) noexcept nogil:
@@ -152,7 +152,7 @@ cdef void share_out(Pipe* pipe, uint64_t nbytes) noexcept nogil:
     fps_store64(&pipe.share, turn << ROUND_SHIFT | parts)
 
 
-cdef int64_t take_first(Pipe* pipe, uint64_t nbytes, int64_t* first) noexcept nogil:
+cdef int64_t claim_front(Pipe* pipe, uint64_t nbytes, int64_t* first) noexcept nogil:
     """Take the first parts that are left; give how many."""
     cdef int64_t share = fps_load64(&pipe.share)
     cdef int64_t count = parts_to_take(share, nbytes)
@@ -163,7 +163,7 @@ cdef int64_t take_first(Pipe* pipe, uint64_t nbytes, int64_t* first) noexcept no
     return count
 
 
-cdef void take_rest(Pipe* pipe) noexcept nogil:
+cdef void claim_remaining(Pipe* pipe) noexcept nogil:
     """Have nobody take any further part."""
     cdef int64_t share = fps_load64(&pipe.share)
     while not fps_cas64(&pipe.share, share, share - parts_left(share)):
@@ -217,12 +217,12 @@ cdef void read_parts(PipeLink* link, int64_t part, int64_t count) noexcept nogil
     cdef uint64_t nbytes = parts_length(link.whole.length, part, count)
     probe_hit(PROBE_LINK_RECV, link.whole.key, link.whole.key_version)
     if link.seen != NULL:
-        hands_copy(link.target + offset, link.seen + offset, nbytes, link.whole.length,
-                   link.whole.length)
-    elif not reach_part(link, link.target + offset, link.source + <int64_t>offset, nbytes,
-                        link.whole.length, True):
+        pooled_copy(link.target + offset, link.seen + offset, nbytes, link.whole.length,
+                    link.whole.length)
+    elif not copy_remote_part(link, link.target + offset, link.source + <int64_t>offset, nbytes,
+                              link.whole.length, True):
         link.is_spoiled = True
-        take_rest(link.inlet)
+        claim_remaining(link.inlet)
 
 
 cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
@@ -232,7 +232,7 @@ cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
         link.is_spoiled = True
         fps_store64(&link.inlet.writing, IDLE)
     link.is_reading = False
-    status = look(link)
+    status = check_peer(link)
     if status == E_PEER_LOST:
         return status
     if status != OK:
@@ -250,7 +250,7 @@ cdef bint read_whole(PipeLink* link, const Place* place, int64_t end, int* statu
     if not link.is_reading:
         status[0] = open_whole(link, place, end)
         return True
-    count = take_first(link.inlet, link.whole.length, &part)
+    count = claim_front(link.inlet, link.whole.length, &part)
     if count:
         read_parts(link, part, count)
         return True
@@ -265,11 +265,11 @@ cdef bint is_written(PipeLink* link) noexcept nogil:
     if not link.is_reading:
         return False
     link.is_spoiled = True
-    take_rest(link.inlet)
-    return fps_load64(&link.inlet.writing) == ACTIVE and look(link) != E_PEER_LOST
+    claim_remaining(link.inlet)
+    return fps_load64(&link.inlet.writing) == ACTIVE and check_peer(link) != E_PEER_LOST
 
 
-cdef void fence_off(PipeLink* link) noexcept nogil:
+cdef void revoke_writer(PipeLink* link) noexcept nogil:
     """See to it that memory which goes back to its owner is not written any more.
 
     The writer is through in microseconds. A process that is stopped just there, and given up by
@@ -280,7 +280,7 @@ cdef void fence_off(PipeLink* link) noexcept nogil:
         if not is_written(link):
             return
         usleep(FENCE_NAP_US)
-    if link.pid == getpid() or look(link) != OK:
+    if link.pid == getpid() or check_peer(link) != OK:
         return
     kill(link.pid, SIGKILL)
     while is_written(link):
@@ -311,10 +311,10 @@ cdef bint write_parts(PipeLink* link, const SendItem* item, int64_t part,
     cdef int64_t place = fps_load64(&link.out.place) + <int64_t>offset
     cdef char* seen = seen_at(link, place, nbytes)
     if seen != NULL:
-        hands_copy(seen, item.payload + offset, nbytes, item.nbytes, item.nbytes)
+        pooled_copy(seen, item.payload + offset, nbytes, item.nbytes, item.nbytes)
         return True
-    return look(link) == OK and reach_part(link, <char*>item.payload + offset, place, nbytes,
-                                           item.nbytes, False)
+    return check_peer(link) == OK and copy_remote_part(
+        link, <char*>item.payload + offset, place, nbytes, item.nbytes, False)
 
 
 cdef bint help_reader(PipeLink* link) noexcept nogil:

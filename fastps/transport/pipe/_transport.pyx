@@ -22,9 +22,9 @@ from libc.string cimport memset
 from posix.unistd cimport getpid, usleep
 
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, hands_copy,
-    hands_do, hands_help, probe_hit, queue_close, queue_create, queue_free, queue_pop_nowait,
-    queue_push,
+    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK, PROBE_LINK_RECV, PROBE_LINK_SEND, copy_pool_run,
+    copy_pool_wanted, pooled_copy, probe_hit, queue_close, queue_create, queue_free,
+    queue_pop_nowait, queue_push,
 )
 from fastps.native.atomic cimport (
     fps_add32, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_or64, fps_store32,
@@ -176,7 +176,7 @@ cdef bint write_frame(PipeLink* link, SendItem* item, int64_t* end) noexcept nog
     elif way == LENT:
         place.offset = item.payload + item.cursor - link.pipes.arenas[link.pipes.me]
     elif length:
-        hands_copy(<char*>place + LINE, item.payload + item.cursor, length, 0, item.of)
+        pooled_copy(<char*>place + LINE, item.payload + item.cursor, length, 0, item.of)
     probe_hit(PROBE_LINK_SEND, item.header.key, item.header.key_version)
     fps_store64(&link.out.tail, end[0])
     item.cursor += length
@@ -190,7 +190,7 @@ cdef SendItem* next_item(PipeLink* link) noexcept nogil:
     cdef void* item
     if link.current == NULL and queue_pop_nowait(link.queue, &item) == OK:
         link.current = <SendItem*>item
-        probe(link)
+        probe_peer_memory(link)
         link.current_way = (BY_ADDRESS if can_go_whole(link, link.current) else
                             LENT if is_in_arena(link.pipes, link.current) else COPIED)
     return link.current
@@ -428,7 +428,7 @@ cdef void end_link(PipeLink* link, int status) noexcept nogil:
     cdef int count = BATCH
     fps_cas32(&link.close_status, OK, status)
     fps_store32(&link.is_leaving, 1)
-    fence_off(link)
+    revoke_writer(link)
     pthread_mutex_lock(&link.lock)
     link.is_over = True
     queue_close(link.queue)

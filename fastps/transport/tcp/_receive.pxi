@@ -8,10 +8,10 @@ cdef int finish_frame(TcpLink* link) noexcept nogil:
     return deliver(&link.base, &link.recv_header)
 
 
-cdef void set_deaf(TcpLink* link, bint is_deaf) noexcept nogil:
+cdef void pause_reading(TcpLink* link, bint is_read_paused) noexcept nogil:
     """Stop reading, or begin again."""
     pthread_mutex_lock(&link.send_lock)
-    link.is_deaf = is_deaf
+    link.is_read_paused = is_read_paused
     set_events(link, EPOLL_CTL_MOD)
     pthread_mutex_unlock(&link.send_lock)
 
@@ -21,8 +21,8 @@ cdef int find_place(TcpLink* link) noexcept nogil:
     cdef int status
     link.recv_to = ask_landing(&link.base, &link.recv_header, &status)
     if status == E_TIMEOUT:
-        if not link.is_deaf:
-            set_deaf(link, True)
+        if not link.is_read_paused:
+            pause_reading(link, True)
         return OK
     link.recv_missing = link.recv_header.length
     link.recv_in_payload = status == OK
@@ -143,5 +143,5 @@ cdef int ask_again(TcpLink* link) noexcept nogil:
         status = parse_staged(link)
     if status != OK or link.base.waiting_since:
         return status
-    set_deaf(link, False)
+    pause_reading(link, False)
     return read_link(link)

@@ -67,7 +67,7 @@ cdef void advance_iov(TcpLink* link, uint64_t nbytes) noexcept nogil:
 
 cdef void set_events(TcpLink* link, int operation) noexcept nogil:
     """Ask epoll for what this link waits for."""
-    cdef uint32_t events = EPOLLET if link.is_deaf else EPOLLIN
+    cdef uint32_t events = EPOLLET if link.is_read_paused else EPOLLIN
     if link.send_blocked:
         events |= EPOLLOUT
     watch(link.base.io, operation, link.base.fd, events, <uint64_t><uintptr_t>link)

@@ -91,7 +91,7 @@ cdef struct TcpLink:
     int32_t send_again          # atomic: somebody queued while the lock was held
     bint send_blocked           # the socket is full
     bint send_broken            # a write failed; the I/O thread ends the link
-    bint is_deaf                # a frame waits for its owner
+    bint is_read_paused                # a frame waits for its owner
     Header send_headers[MAX_FRAMES]
     iovec send_iov[2 * MAX_FRAMES]
     int send_iov_first

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastps.algorithms.async_local_sgd import AsyncSteps, Schedule
-from fastps.algorithms.local_blocks import Lots, Reset
+from fastps.algorithms.local_blocks import ParticipationSchedule, Reset
 from fastps.frameworks.torch.algorithms.inner_steps import InnerSteps, TensorBlocks
 from fastps.frameworks.torch.gradients import unwrapped
 from fastps.frameworks.torch.ops.compression import Compressing, choice_of
@@ -58,7 +58,7 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
         with torch.no_grad():
             super().__init__(
                 named, sync_every=sync_every, alpha=alpha, proximal=proximal,
-                lots=Lots(participation, sparsity, error_reset, seed),
+                lots=ParticipationSchedule(participation, sparsity, error_reset, seed),
                 compression=choice_of(compression), prefix=prefix,
             )  # fmt: skip
 

@@ -26,7 +26,7 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.ops import neighbors as ops
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType
 from fastps.worker.handle import Array, Waitable
@@ -49,7 +49,7 @@ def neighbor_allreduce_async(
     consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start neighbor_allreduce() and give a handle for synchronize(); does not block."""
     return start_mix(
         tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
@@ -74,7 +74,7 @@ def hierarchical_neighbor_allreduce_async(
     dst_machine_weights: Targets | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
     return start_mix(
         tensor, name, Neighbors.hierarchical_allreduce, self_weight=self_weight,
@@ -98,7 +98,7 @@ def pair_gossip_async(
     self_weight: float | None = None,
     pair_weight: float | None = None,
     name: str | None = None,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start pair_gossip() and give a handle for synchronize()."""
     return start_mix(
         tensor, name, ops.start_pair_gossip, target=target_rank, self_weight=self_weight,
@@ -118,14 +118,14 @@ def neighbor_allgather_async(
     dst_ranks: Sequence[int] | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Later[torch.Tensor]:
+) -> MappedHandle[torch.Tensor]:
     """Start neighbor_allgather(); blocks until the sources have told their first dimensions."""
     source = sendable(check_tensor(tensor, name or "tensor"))
     flight, _ = ops.start_neighbor_allgather(
         view_of(source), src_ranks, dst_ranks, name, is_checked=enable_topo_check,
         dtype=wire_dtype(source.dtype, name or "tensor"),
     )  # fmt: skip
-    return Later([flight], lambda found: tensor_over(found[0], tensor.dtype))
+    return MappedHandle([flight], lambda found: tensor_over(found[0], tensor.dtype))
 
 
 def neighbor_allgather(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -139,7 +139,7 @@ def start_mix(
     mix: Mix,
     outs: Sequence[Array] | None = None,
     **how: Any,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start an operation of Neighbors on a tensor or several; small ones travel together.
 
     outs: where results go, as arrays; the promise then is of nothing new.
@@ -160,7 +160,7 @@ def start_mix(
                    for one, source in zip(found[0], sources, strict=True)]  # fmt: skip
         return tensors[0] if is_one else tensors
 
-    return Later([flight], finish)
+    return MappedHandle([flight], finish)
 
 
 def average_parameters(
@@ -188,7 +188,7 @@ def average_parameters(
 def mean_of_those_left(
     agreed: Agreed, _neighbors: Neighbors, array: Array, out: Array, *, name: str | None,
     dtype: DType | None,
-) -> Later[Array]:  # fmt: skip
+) -> MappedHandle[Array]:  # fmt: skip
     """Start the mean over all who are left; it is there when the round is finished."""
     agreed.start(lambda group: group.allreduce(array, out, name=name, dtype=dtype))
-    return Later([], lambda _: out)
+    return MappedHandle([], lambda _: out)

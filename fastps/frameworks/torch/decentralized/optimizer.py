@@ -28,7 +28,7 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.ops.neighbors import start_neighbor_allreduce
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType, Op
 from fastps.worker.handle import Array, Waitable
@@ -146,7 +146,7 @@ class Mixer:
         self._name = name
         self.buckets = list(bucketed(tensors))
         self._outs = [[_room_like(one) for one in bucket] for bucket in self.buckets]
-        self._flights: dict[int, Later[Any]] = {}
+        self._flights: dict[int, MappedHandle[Any]] = {}
         self._agreed: Agreed | None = None  # what is under way among all who are left
 
     def start(self, index: int) -> None:

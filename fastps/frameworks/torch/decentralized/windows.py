@@ -22,7 +22,7 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
 )
 from fastps.graph.weights import Targets
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 
 
@@ -43,7 +43,7 @@ def win_put_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> Later[torch.Tensor]:
+) -> MappedHandle[torch.Tensor]:
     """Start win_put() and give a handle; the tensor must not be changed until it is done."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=False)
 
@@ -66,7 +66,7 @@ def win_accumulate_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> Later[torch.Tensor]:
+) -> MappedHandle[torch.Tensor]:
     """Start win_accumulate() and give a handle."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=False)
 
@@ -86,7 +86,7 @@ def win_accumulate(
 def _put(
     tensor: torch.Tensor, name: str, self_weight: float | None, dst_weights: Targets | None,
     require_mutex: bool, *, adds: bool, waits: bool,
-) -> Later[torch.Tensor]:  # fmt: skip
+) -> MappedHandle[torch.Tensor]:  # fmt: skip
     is_weighed = self_weight not in (None, 1.0)
     if is_weighed and not is_sendable(check_tensor(tensor, name)):
         raise ValueError(f"window {name!r}: a tensor that is weighed in place is not contiguous")
@@ -103,7 +103,7 @@ def _put(
             mark_written(tensor)
         return tensor
 
-    return Later([promise], finish)
+    return MappedHandle([promise], finish)
 
 
 def win_update(

@@ -60,7 +60,7 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
 )
 from fastps.frameworks.torch.optimizer.weight_check import Entry, check_alike, check_weights
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session import current
 from fastps.session.autotune import Layout
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
@@ -565,7 +565,7 @@ class GradientExchange:
         """Send buckets, all that have one dtype in one submit."""
         for index in [one for one in indices if self._sparse.issuperset(self._members[one])]:
             self._owed += self._members[index]
-            self.round.started(Later([], list), (index,), ())
+            self.round.started(MappedHandle([], list), (index,), ())
         indices = self.round.missing(indices)
         if not indices:
             return

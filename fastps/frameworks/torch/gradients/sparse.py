@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from fastps.frameworks.torch.ops.tensors import check_kind, check_tensor, tensor_over, view_of
+from fastps.frameworks.torch.ops.tensors import check_tensor, require_array, tensor_over, view_of
 from fastps.ops import start as ops
-from fastps.ops.start import Average, Later
+from fastps.ops.start import Average, MappedHandle
 from fastps.session.process_sets import ProcessSet
 from fastps.types import DType, Op
 
 
-class SparseSum(Later[torch.Tensor]):
+class SparseSum(MappedHandle[torch.Tensor]):
     """The handle of a sum of sparse tensors; a function, too, as it is for Horovod."""
 
     def __call__(self) -> torch.Tensor:
@@ -32,7 +32,7 @@ def start_rows(
     gradient: torch.Tensor, op: Op, name: str | None, process_set: ProcessSet
 ) -> SparseSum:
     """Start to add a sparse tensor over all members; the result is sparse and coalesced."""
-    if check_kind(gradient, name).layout is not torch.sparse_coo:
+    if require_array(gradient, name).layout is not torch.sparse_coo:
         what = f"tensor {name!r}" if name else "the tensor"
         raise TypeError(f"{what} is not sparse (torch.sparse_coo): use allreduce()")
     own = gradient.detach().coalesce()

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from fastps.frameworks.torch.ops.compression import Compressor
-from fastps.frameworks.torch.ops.tensors import check_kind
-from fastps.ops.start import Later
+from fastps.frameworks.torch.ops.tensors import require_array
+from fastps.ops.start import MappedHandle
 
 
 class _Differentiable(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def compressed(
-    start: Callable[[Sequence[torch.Tensor]], Later[list[torch.Tensor]]],
+    start: Callable[[Sequence[torch.Tensor]], MappedHandle[list[torch.Tensor]]],
     tensors: Sequence[torch.Tensor],
     compression: Compressor,
 ) -> list[torch.Tensor]:
@@ -49,7 +49,7 @@ def differentiable_list(
     run: Callable[..., Any], back: Callable[..., Any], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Do an operation on several tensors so that autograd can go back through it."""
-    tensors = [check_kind(tensor) for tensor in tensors]
+    tensors = [require_array(tensor) for tensor in tensors]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return list(run(*tensors))
     return list(_Differentiable.apply(run, back, *tensors))  # type: ignore[no-untyped-call]

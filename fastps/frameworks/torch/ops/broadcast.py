@@ -20,12 +20,12 @@ from fastps.frameworks.torch.gradients import unwrapped
 from fastps.frameworks.torch.ops.collectives import broadcast_async_
 from fastps.frameworks.torch.ops.pytrees import put_back, take_out
 from fastps.frameworks.torch.ops.tensors import (
-    check_kind,
     check_memory,
     check_writable,
     is_sendable,
     mark_written,
     real_of,
+    require_array,
     sendable,
     submit_broadcast,
     wire_dtype,
@@ -213,7 +213,7 @@ def make_room(code: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 def _check(tensor: object, name: str) -> torch.Tensor:
     """Return what can travel, complex numbers as pairs of real ones; TypeError for others."""
-    found = check_kind(tensor, name)
+    found = require_array(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype.to_real(), name)
     return found

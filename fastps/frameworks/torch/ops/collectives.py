@@ -25,8 +25,8 @@ from fastps.frameworks.torch.ops.autograd import (
 )
 from fastps.frameworks.torch.ops.compression import Compression, Compressor
 from fastps.frameworks.torch.ops.tensors import (
-    check_kind,
     mark_written,
+    require_array,
     view_of,
     wire_dtype,
     write_over,
@@ -40,15 +40,15 @@ from fastps.frameworks.torch.ops.wire_tensors import (
     wire_of,
 )
 from fastps.ops import start as ops
-from fastps.ops.numpy_collectives import blocking
-from fastps.ops.start import Average, Later, Sum
+from fastps.ops.numpy_collectives import make_blocking
+from fastps.ops.start import Average, MappedHandle, Sum
 from fastps.session.current import current
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
 from fastps.worker.handle import Waitable
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-Promise: TypeAlias = Later[torch.Tensor]
+GroupHandle: TypeAlias = MappedHandle[torch.Tensor]
 
 
 # ---- all-reduce ----
@@ -62,12 +62,12 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> GroupHandle:
     """Start allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = op_of_words(op, average)
     source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = _sum(source, None, op, name, process_set, postscale_factor)
-    return Later([flight], lambda found: result_of(found[0], source, tensor))
+    return MappedHandle([flight], lambda found: result_of(found[0], source, tensor))
 
 
 def allreduce_async_(
@@ -78,7 +78,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> GroupHandle:
     """Start allreduce() in place."""
     op = op_of_words(op, average)
     target = target_of(tensor, name)
@@ -96,10 +96,12 @@ def allreduce_async_(
             write_over(target, result_of(found[0], source, tensor))
         return tensor
 
-    return Later([flight], finish)
+    return MappedHandle([flight], finish)
 
 
-allreduce_ = blocking(allreduce_async_, "Do allreduce() in place and return the tensor; blocks.")
+allreduce_ = make_blocking(
+    allreduce_async_, "Do allreduce() in place and return the tensor; blocks."
+)
 
 
 def allreduce(
@@ -119,7 +121,7 @@ def allreduce(
     fastps.allreduce(). Its gradient is the allreduce of gradients in the same way.
     """
     how: dict[str, Any] = {"op": op_of_words(op, average), "process_set": process_set}
-    if check_kind(tensor, name).is_sparse:
+    if require_array(tensor, name).is_sparse:
         return sparse_allreduce_async(tensor, name, **how).wait()
     how |= {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
 
@@ -141,9 +143,9 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Later[list[torch.Tensor]]:
+) -> MappedHandle[list[torch.Tensor]]:
     """Start allreduce_async() of several tensors, in one submit of a dtype."""
-    some = [check_kind(tensor, name).detach() for tensor in tensors]
+    some = [require_array(tensor, name).detach() for tensor in tensors]
     return _start_grouped(some, op_of_words(op, average), name, prescale_factor, postscale_factor,
                           process_set, is_in_place=False)  # fmt: skip
 
@@ -156,7 +158,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Later[list[torch.Tensor]]:
+) -> MappedHandle[list[torch.Tensor]]:
     """Start allreduce_async_() of several tensors, in one submit of a dtype."""
     targets = [target_of(tensor, name) for tensor in tensors]
     flight = _start_grouped(
@@ -173,10 +175,10 @@ def grouped_allreduce_async_(
                 mark_written(target)
         return list(tensors)
 
-    return Later([flight], finish)
+    return MappedHandle([flight], finish)
 
 
-grouped_allreduce_ = blocking(
+grouped_allreduce_ = make_blocking(
     grouped_allreduce_async_, "Do allreduce_() of several tensors; blocks."
 )
 
@@ -190,14 +192,14 @@ def _start_grouped(
     process_set: ProcessSet,
     *,
     is_in_place: bool,
-) -> Later[list[torch.Tensor]]:
+) -> MappedHandle[list[torch.Tensor]]:
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight = ops.start_grouped(
         [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place,
         factor=postscale_factor,
     )  # fmt: skip
-    return Later(
+    return MappedHandle(
         [flight],
         lambda found: [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)],
     )
@@ -248,7 +250,7 @@ def sparse_allreduce_async(
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Promise:
+) -> GroupHandle:
     """Start allgather()."""
     return _gathering(tensor, name, process_set)[0]
 
@@ -283,7 +285,7 @@ def _own_rows(whole: torch.Tensor, first: int, tensor: torch.Tensor) -> torch.Te
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Later[list[torch.Tensor]]:
+) -> MappedHandle[list[torch.Tensor]]:
     """Start grouped_allgather()."""
     return _gathering_each(tensors, name, process_set)[0]
 
@@ -316,14 +318,14 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Promise:
+) -> GroupHandle:
     """Start reducescatter() and give a handle."""
     source = wire_of(tensor, name, op, factor=prescale_factor)
     flight = ops.start_reducescatter(
         view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor"),
         factor=postscale_factor,
     )  # fmt: skip
-    return Later([flight], lambda found: result_of(found[0], source, tensor))
+    return MappedHandle([flight], lambda found: result_of(found[0], source, tensor))
 
 
 def reducescatter(
@@ -359,7 +361,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Later[list[torch.Tensor]]:
+) -> MappedHandle[list[torch.Tensor]]:
     """Start reducescatter_async() of several tensors, in one submit of a dtype."""
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
@@ -367,7 +369,7 @@ def grouped_reducescatter_async(
         [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes,
         factor=postscale_factor,
     )  # fmt: skip
-    return Later(
+    return MappedHandle(
         [flight],
         lambda found: [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)],
     )
@@ -403,12 +405,14 @@ def alltoall_async(
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[Any]:
+) -> MappedHandle[Any]:
     """Start alltoall()."""
     flight, received = _alltoall(tensor, splits, name, process_set)
     if splits is None:
         return flight
-    return Later([flight], lambda found: (found[0], torch.tensor(received, dtype=torch.int32)))
+    return MappedHandle(
+        [flight], lambda found: (found[0], torch.tensor(received, dtype=torch.int32))
+    )
 
 
 def alltoall(
@@ -443,19 +447,19 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> GroupHandle:
     """Start to copy the root's tensor into everybody's."""
     target = target_of(tensor, name)
     wire = wire_of(target, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_broadcast(view_of(wire), root_rank, name, process_set, dtype=code)
     if current().rank == root_rank:
-        return Later([flight], lambda _: tensor)
+        return MappedHandle([flight], lambda _: tensor)
     mark_written(target)
-    return Later([flight], lambda found: stored(found[0], wire, target, tensor))
+    return MappedHandle([flight], lambda found: stored(found[0], wire, target, tensor))
 
 
-broadcast_ = blocking(
+broadcast_ = make_blocking(
     broadcast_async_, "Copy the root's tensor into everybody's, and give it; blocks."
 )
 
@@ -465,9 +469,9 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> GroupHandle:
     """Start to broadcast the root's tensor to all workers, as a new one."""
-    own = check_kind(tensor, name).detach().clone()
+    own = require_array(tensor, name).detach().clone()
     return broadcast_async_(own, root_rank, name, process_set)
 
 
@@ -502,7 +506,7 @@ def reduce_to_async(
     name: str | None = None,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
-) -> Later[torch.Tensor | None]:
+) -> MappedHandle[torch.Tensor | None]:
     """Start reduce_to(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, name, op)
     code = wire_dtype(wire.dtype, name or "tensor")
@@ -513,10 +517,10 @@ def reduce_to_async(
             return None
         return result_of(np.asarray(found[0]), wire, tensor)
 
-    return Later([flight], finish)
+    return MappedHandle([flight], finish)
 
 
-reduce_to = blocking(
+reduce_to = make_blocking(
     reduce_to_async, "Give the root the allreduce(), and the others None; blocks."
 )
 
@@ -526,7 +530,7 @@ def gather_async(
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Later[torch.Tensor | None]:
+) -> MappedHandle[torch.Tensor | None]:
     """Start gather()."""
     return _gathering_to(tensor, root_rank, name, process_set)
 
@@ -547,7 +551,7 @@ def scatter_async(
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> GroupHandle:
     """Start scatter(); neither tensor may be touched meanwhile."""
     wire = wire_of(target := target_of(out, name), name)
     check_places(out, "scatter")
@@ -557,10 +561,10 @@ def scatter_async(
         dtype=wire_dtype(wire.dtype, name or "tensor"),
     )  # fmt: skip
     mark_written(target)
-    return Later([flight], lambda found: stored(np.asarray(found[0]), wire, target, out))
+    return MappedHandle([flight], lambda found: stored(np.asarray(found[0]), wire, target, out))
 
 
-scatter = blocking(
+scatter = make_blocking(
     scatter_async,
     "Give each member its part of the root's tensor, in the order of members, in out; blocks.",
 )
@@ -571,16 +575,16 @@ scatter = blocking(
 
 def send_async(
     tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> Later[None]:
+) -> MappedHandle[None]:
     """Start send(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, "tensor")
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
     code = wire_dtype(wire.dtype, "tensor")
     flight = group.send(view_of(wire), member, tag=tag, dtype=code)
-    return Later([flight], lambda _: None)
+    return MappedHandle([flight], lambda _: None)
 
 
-send = blocking(
+send = make_blocking(
     send_async,
     """Send a tensor to a worker that calls receive(); blocks until it has been read.""",
 )
@@ -591,7 +595,7 @@ def receive_async(
     source: int | None = None,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Promise:
+) -> GroupHandle:
     """Start receive()."""
     target = target_of(tensor, None)
     check_places(tensor, "receive")
@@ -601,10 +605,10 @@ def receive_async(
     code = wire_dtype(wire.dtype, "tensor")
     flight = group.receive(view_of(wire), member, tag=tag, dtype=code)
     mark_written(target)
-    return Later([flight], lambda found: stored(found[0], wire, target, tensor))
+    return MappedHandle([flight], lambda found: stored(found[0], wire, target, tensor))
 
 
-receive = blocking(
+receive = make_blocking(
     receive_async,
     """Receive what a worker, or whoever sends first, sends; into the tensor, and give it.""",
 )
@@ -634,13 +638,13 @@ def _sum(
 
 def _gathering(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
-) -> tuple[Promise, list[int]]:
+) -> tuple[GroupHandle, list[int]]:
     wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     flight, counts = ops.start_allgather(
         view_of(wire), name, process_set, dtype=code, is_awaited=is_awaited
     )
-    return Later([flight], lambda found: result_of(found[0], wire, tensor)), counts
+    return MappedHandle([flight], lambda found: result_of(found[0], wire, tensor)), counts
 
 
 def _gathering_to(
@@ -650,19 +654,21 @@ def _gathering_to(
     process_set: ProcessSet,
     *,
     is_awaited: bool = False,
-) -> Later[torch.Tensor | None]:
+) -> MappedHandle[torch.Tensor | None]:
     wire = rows_of(tensor, name)
     is_root = checked_set(process_set).rank() == process_set.member(root_rank, "root_rank")
     code = wire_dtype(wire.dtype, name or "tensor")
     flight = ops.start_gather(
         view_of(wire), root_rank, name, process_set, dtype=code, is_awaited=is_awaited
     )
-    return Later([flight], lambda found: result_of(found[0], wire, tensor) if is_root else None)
+    return MappedHandle(
+        [flight], lambda found: result_of(found[0], wire, tensor) if is_root else None
+    )
 
 
 def _gathering_each(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
-) -> tuple[Later[list[torch.Tensor]], list[list[int]]]:
+) -> tuple[MappedHandle[list[torch.Tensor]], list[list[int]]]:
     wires = [rows_of(tensor, name) for tensor in tensors]
     codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
     flight, counts = ops.start_grouped_allgather(
@@ -672,7 +678,7 @@ def _gathering_each(
     def finish(found: list[Any]) -> list[torch.Tensor]:
         return [result_of(*some) for some in zip(found[0], wires, tensors, strict=True)]
 
-    return Later([flight], finish), counts
+    return MappedHandle([flight], finish), counts
 
 
 def _alltoall(
@@ -682,11 +688,11 @@ def _alltoall(
     process_set: ProcessSet,
     *,
     is_awaited: bool = False,
-) -> tuple[Promise, list[int]]:
+) -> tuple[GroupHandle, list[int]]:
     wire = rows_of(tensor, name)
     code = wire_dtype(wire.dtype, name or "tensor")
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     flight, received = ops.start_alltoall(
         view_of(wire), counts, name, process_set, dtype=code, is_awaited=is_awaited
     )
-    return Later([flight], lambda found: result_of(found[0], wire, tensor)), received
+    return MappedHandle([flight], lambda found: result_of(found[0], wire, tensor)), received

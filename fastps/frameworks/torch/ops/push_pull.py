@@ -34,7 +34,7 @@ from fastps.frameworks.torch.ops.tensors import (
     view_of,
     wire_dtype,
 )
-from fastps.ops.start import Later
+from fastps.ops.start import MappedHandle
 from fastps.session import current
 from fastps.worker.handle import Waitable
 
@@ -98,7 +98,7 @@ def push_pull_async_inplace(
     _check_in_place(_checked(tensor, name, average), name)
     started = _start(tensor, tensor, name, average, priority)
     mark_written(tensor)
-    handle = Later([started.handle], lambda _: mark_written(tensor))
+    handle = MappedHandle([started.handle], lambda _: mark_written(tensor))
     return Pending(handle, tensor, name)
 
 
@@ -137,17 +137,17 @@ def push_pull_inplace(
     return tensor
 
 
-def poll(handle: Pending | Later[Any]) -> bool:
+def poll(handle: Pending | MappedHandle[Any]) -> bool:
     """Return whether an operation has ended, well or not; never blocks."""
-    return handle.poll() if isinstance(handle, Later) else _pending(handle).handle.poll()
+    return handle.poll() if isinstance(handle, MappedHandle) else _pending(handle).handle.poll()
 
 
-def synchronize(handle: Pending | Later[Any], *, timeout_s: float | None = None) -> Any:
+def synchronize(handle: Pending | MappedHandle[Any], *, timeout_s: float | None = None) -> Any:
     """Wait for an operation and give its result; raise its error.
 
     Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
     """
-    if isinstance(handle, Later):
+    if isinstance(handle, MappedHandle):
         return handle.wait(timeout_s)
     _pending(handle).handle.wait(timeout_s)
     return handle.output

@@ -38,13 +38,13 @@ def wire_dtype(dtype: torch.dtype, name: str) -> DType:
 
 def check_tensor(tensor: object, name: str) -> torch.Tensor:
     """Return the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
-    found = check_kind(tensor, name)
+    found = require_array(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype, name)
     return found
 
 
-def check_kind(tensor: object, name: str | None = None) -> torch.Tensor:
+def require_array(tensor: object, name: str | None = None) -> torch.Tensor:
     """Return what is a tensor; TypeError says what to do with anything else."""
     if isinstance(tensor, torch.Tensor):
         return tensor

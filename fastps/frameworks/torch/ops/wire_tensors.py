@@ -11,12 +11,12 @@ import torch
 from fastps.frameworks.torch.ops.tensors import (
     WIRE_DTYPES,
     Array,
-    check_kind,
     check_memory,
     check_tensor,
     check_writable,
     mark_written,
     real_of,
+    require_array,
     sendable,
     tensor_over,
     view_of,
@@ -31,7 +31,7 @@ def wire_of(
     tensor: torch.Tensor, name: str | None, op: Op = Sum, *, factor: float = 1.0
 ) -> torch.Tensor:
     """Return the tensor as it travels, times a factor: contiguous, complex as pairs of floats."""
-    label, plain = name or "tensor", check_kind(tensor, name).detach()
+    label, plain = name or "tensor", require_array(tensor, name).detach()
     if plain.is_complex():
         if op not in (Sum, Average):
             raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
@@ -41,7 +41,7 @@ def wire_of(
 
 def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     """Return a tensor to write to, or raise ValueError where autograd would not see it."""
-    check_memory(check_kind(tensor, name), name or "tensor")
+    check_memory(require_array(tensor, name), name or "tensor")
     check_writable(tensor, name or "tensor")
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
@@ -80,4 +80,4 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     """Return the tensor as it travels, one number as a row."""
-    return wire_of(tensor if check_kind(tensor, name).dim() else tensor.reshape(1), name)
+    return wire_of(tensor if require_array(tensor, name).dim() else tensor.reshape(1), name)
