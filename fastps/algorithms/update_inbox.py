@@ -101,7 +101,7 @@ class UpdateQueue:
         self.note_blocks(worker, [(reason, math.nan)])
 
     def note_blocks(self, worker: int, found: Sequence[tuple[str, float]]) -> None:
-        """Count what became of an update's blocks, and log what is news; as Ledger does."""
+        """Count what became of an update's blocks, and log what is news; as RefusalStats does."""
         with self._news:
             news = self._ledger.note_blocks(worker, found)
         if news:

@@ -137,7 +137,7 @@ class Validator:
     def statistics(self) -> dict[str, float]:
         """Count what was accepted and refused, by worker and reason, with shares and scores.
 
-        Part of the session's; Ledger.statistics() says how they are called.
+        Part of the session's; RefusalStats.statistics() says how they are called.
         """
         return self.ledger.statistics() | {"bytes_of_updates": self.inbox.nbytes}
 

@@ -4,7 +4,7 @@
 An update is what a worker's model is to change by in one round: blocks, one for each tensor, in
 any order, some of which it may skip. Before each block goes a notice; a skipped one has nothing
 else. Decides which updates are whole, in order and new; moves nothing, looks at no number. Pure:
-an `Assembly` is of one worker, and one thread's.
+an `UpdateAssembler` is of one worker, and one thread's.
 """
 
 from __future__ import annotations
