@@ -211,7 +211,7 @@ cdef class CopyPool:
         copiers.pid = getpid()
         copiers.is_stopping = copiers.sleepers = 0
         while self.count < count:
-            copiers.threads[self.count] = thread_create(b"hand", self.count, copier_main, NULL)
+            copiers.threads[self.count] = thread_create(b"copier", self.count, copier_main, NULL)
             if copiers.threads[self.count] == NULL:
                 self.close()
                 raise FastPSError("cannot start a thread for long copies; check `ulimit -u`")

@@ -97,7 +97,7 @@ class StallWatch:
             self._next_hand_s = 2 * late_s
             log.warning(
                 "for %.0f s an operation has waited for a thread of this worker that copies or "
-                "sums (fastps:hand): it gets no processor, or its memory does not answer "
+                "sums (fastps:copier): it gets no processor, or its memory does not answer "
                 "(swapped out, or of a file that is far away)",
                 late_s,
             )

@@ -343,7 +343,7 @@ def test_hidden_imports_are_seen(tmp_path):
     )
     assert [module for _, module in cython_imports(cython)] == [
         "libc.stdint",
-        "fastps.transport.frame",
+        "fastps.topology",
         "fastps._core",
         "cython",
         "fastps._core",

@@ -7,7 +7,7 @@ One job per number of workers, all on this machine, over sockets; sums are check
 cpu_s_GB and cpu_us_message are processor time of all servers per GB and per frame that they
 received, for one large tensor and for many of 4 KB; hold_MB is the most that one server's buffer
 pool held, bound_MB what it may hold at most: 2 x workers x the bytes it owns, for the two
-versions of each key (docs/architecture.md), plus one slab of the pool.
+versions of each key (docs/data-plane.md), plus one slab of the pool.
 """
 
 from __future__ import annotations

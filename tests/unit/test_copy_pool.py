@@ -112,7 +112,7 @@ def test_several_threads_have_tasks_at_once(three):
     assert not wrong
 
 
-def test_hands_that_sleep_are_woken(three):
+def test_copiers_that_sleep_are_woken(three):
     source = np.arange(500_000, dtype=np.uint32).view(np.uint8)
     for _ in range(20):
         threading.Event().wait(0.002)  # they look for 0.1 ms
@@ -175,7 +175,7 @@ def test_a_piece_that_does_not_end_is_waited_for_and_named(three, caplog):
     assert owner[1] == 1
     assert overdue_s() == 0.0
     (line,) = caplog.messages
-    assert "fastps:hand" in line
+    assert "fastps:copier" in line
 
 
 def test_a_process_has_hands_once_and_may_have_them_again():
@@ -198,7 +198,7 @@ def copy_pool_threads() -> int:
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as file:
             names.append(file.read())  # else it has just ended
-    return sum(name.startswith("fastps:hand") for name in names)
+    return sum(name.startswith("fastps:copier") for name in names)
 
 
 def _copy_in_child() -> None:
