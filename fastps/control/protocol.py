@@ -479,8 +479,10 @@ class Joined(_Message, frozen=True):
 
 
 class Started(_Message, frozen=True):
-    """The job is complete. keys: of fastps.security.tokens, sealed; of who has the job's token
-    none."""
+    """The job is complete.
+
+    keys: of security/tokens.py, sealed; none for a member that has the job's token.
+    """
 
     request: Id
     job: Job

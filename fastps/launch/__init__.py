@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command fastps-run: one job's processes on this machine.
+"""The commands fastps-run and fastps: processes of a job, on one machine or several.
 
-    layout.py     how many processes of the job are on which machine: pure
-    options.py    the command line
-    plan.py       which processes make the job: pure
-    output.py     lines, names and colours
-    processes.py  start, signal and bury one process
-    limits.py     descriptors, standard streams, the kernel's memory killer
-    messenger.py  what the scheduler is told of processes that end before the start
-    scheduler.py  the job's scheduler, in a thread
-    job.py        the loop over all of them, and the order of stopping
-    run.py        entry point
+Decides which processes make a job, what each is told, and in which order they end. Must never know
+what they compute: other rooms meet it as the environment alone. Threads: one loop per launcher,
+and one for the job's scheduler.
 
-Never imported by other rooms.
+options.py, layout.py, plan.py    the command line, and which processes make the job: pure
+processes.py, output.py           start, signal and bury one process; lines, names and colours
+job.py                            the loop over all of them, and the order of stopping
+leader.py, follower.py            launchers on several machines
+scheduler.py, messenger.py        the job's scheduler, and what it is told of processes that ended
+cause.py, exit_report.py          which part failed first, and who says so
+run.py, doctor.py, team.py        entry points: fastps-run, fastps, fastps.run()
 """

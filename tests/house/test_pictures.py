@@ -11,7 +11,7 @@ from test_layers import FLOORS
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import pictures  # noqa: E402
+import pictures
 
 
 @pytest.mark.parametrize("name", sorted(pictures.PICTURES))
