@@ -100,7 +100,7 @@ cdef class Windows:
 
     def __cinit__(self, Exchange exchange not None):
         cdef Windows_* home = &self.state
-        if exchange.guest is not None:
+        if exchange.window_owner is not None:
             raise ValueError("the exchange has windows already")
         self.exchange = exchange
         self.in_flight = {}
@@ -116,11 +116,11 @@ cdef class Windows:
         home.helper = thread_create(b"windows", home.me, helper_main, home)
         if home.helper == NULL:
             raise MemoryError("no thread for windows")
-        exchange.guest = self
-        exchange.state.guest.context = home
-        exchange.state.guest.deliver = windows_deliver
-        exchange.state.guest.closed = windows_closed
-        exchange.state.guest.landing = windows_landing
+        exchange.window_owner = self
+        exchange.state.window_owner.context = home
+        exchange.state.window_owner.deliver = windows_deliver
+        exchange.state.window_owner.closed = windows_closed
+        exchange.state.window_owner.landing = windows_landing
 
     def pin(self, array):
         """Pin a large array before its bytes are sent, as RDMA needs."""
