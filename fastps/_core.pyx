@@ -83,8 +83,8 @@ from fastps.errors import ConfigError, FastPSError, error_of
 
 __all__ = [
     "BufferPool",
+    "CopyPool",
     "Drain",
-    "Hands",
     "HugePages",
     "PoolStatistics",
     "Pulse",

@@ -18,7 +18,7 @@ import pytest
 
 import fastps
 from fastps.collectives._calls import invalidate_call_cache
-from fastps.collectives.group_base import Members
+from fastps.collectives.group_base import GroupBase
 from fastps.errors import FastPSError, MismatchError, NotInitializedError
 from fastps.session import current
 from fastps.types import DType, Op
@@ -31,17 +31,17 @@ SIZES = [1, 6, 3000, 90_000]  # rows of two: told with sizes, unasked, asked for
 def counted() -> Iterator[list[str]]:
     """List the operations that begin by way of all checks."""
     begun: list[str] = []
-    launch = Members._launch
+    launch = GroupBase._launch
 
-    def spy(self: Members, kind: Any, channel: int, label: str, *args: Any, **how: Any) -> Any:
+    def spy(self: GroupBase, kind: Any, channel: int, label: str, *args: Any, **how: Any) -> Any:
         begun.append(label)
         return launch(self, kind, channel, label, *args, **how)
 
-    Members._launch = spy  # type: ignore[method-assign]
+    GroupBase._launch = spy  # type: ignore[method-assign]
     try:
         yield begun
     finally:
-        Members._launch = launch  # type: ignore[method-assign]
+        GroupBase._launch = launch  # type: ignore[method-assign]
 
 
 class Case:
@@ -367,17 +367,17 @@ def closed_meanwhile() -> str:
     ones = np.ones(9)
     for _ in range(3):
         fastps.allreduce(ones)
-    finish = Members.finish
+    finish = GroupBase.finish
 
-    def finish_and_close(self: Members, operation: Any) -> None:
+    def finish_and_close(self: GroupBase, operation: Any) -> None:
         finish(self, operation)
         fastps.shutdown()
 
-    Members.finish = finish_and_close  # type: ignore[method-assign]
+    GroupBase.finish = finish_and_close  # type: ignore[method-assign]
     try:
         assert np.array_equal(fastps.allreduce(ones), ones)
     finally:
-        Members.finish = finish  # type: ignore[method-assign]
+        GroupBase.finish = finish  # type: ignore[method-assign]
     assert not fastps.is_initialized()
     return "done"
 

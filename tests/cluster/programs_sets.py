@@ -14,7 +14,7 @@ from programs_forget import memory_of
 from run_program import mark
 
 import fastps
-from fastps.collectives.group_base import Members
+from fastps.collectives.group_base import GroupBase
 from fastps.errors import FastPSError
 from fastps.session import current
 
@@ -143,9 +143,9 @@ def removal_beside_a_thread() -> list[str]:
     fastps.init()
     me, own = fastps.rank(), np.ones(3)
     some = fastps.add_process_set([0, 1])
-    comes, looked, texts, look = threading.Event(), threading.Event(), [], Members.in_flight
+    comes, looked, texts, look = threading.Event(), threading.Event(), [], GroupBase.in_flight
 
-    def look_and_dawdle(group: Members, names: Any = None) -> list[str]:
+    def look_and_dawdle(group: GroupBase, names: Any = None) -> list[str]:
         found = look(group, names)
         looked.set()
         time.sleep(0.3)
@@ -163,7 +163,7 @@ def removal_beside_a_thread() -> list[str]:
         fastps.allreduce(own, process_set=some)
     thread = threading.Thread(target=work)
     if me == 0:
-        Members.in_flight = look_and_dawdle  # type: ignore[method-assign]
+        GroupBase.in_flight = look_and_dawdle  # type: ignore[method-assign]
         thread.start()
         comes.set()
     elif me == 1:

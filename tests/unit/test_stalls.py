@@ -107,7 +107,7 @@ def test_an_interrupted_job_says_who_waits(caplog) -> None:
     driver, (first, second, third) = started()
     driver.barrier(first, "end", timeout_s=100.0)
     driver.advance(2.0)
-    driver.do(driver.machine.inquire(driver.now))
+    driver.do(driver.machine.ask_locations(driver.now))
     assert all(driver.events(peer, Locate)[0] == Locate(0, "") for peer in (first, second, third))
     assert driver.machine.inquiries == 1
     for peer in (second, third):

@@ -6,14 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastps.frameworks._borrowed_memory import Lent
+from fastps.frameworks._borrowed_memory import BorrowedMemory
 
 NO_ROWS = np.zeros((0, 3), np.int64)
 
 
 def test_no_rows_copy_nothing():
-    Lent().gather(np.zeros(4, np.int8), NO_ROWS)
-    Lent().scatter(b"1234", NO_ROWS)
+    BorrowedMemory().gather(np.zeros(4, np.int8), NO_ROWS)
+    BorrowedMemory().scatter(b"1234", NO_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_no_rows_copy_nothing():
     ],
 )
 def test_what_is_no_table_or_no_memory_is_refused(flat, table, error):
-    for copy in (Lent().gather, Lent().scatter):
+    for copy in (BorrowedMemory().gather, BorrowedMemory().scatter):
         with pytest.raises(error):
             copy(flat, table)
 
@@ -39,7 +39,7 @@ def test_arrays_are_not_gathered_into_what_is_read_only():
     flat = np.zeros(4, np.int8)
     flat.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
-        Lent().gather(flat, NO_ROWS)
+        BorrowedMemory().gather(flat, NO_ROWS)
     with pytest.raises(BufferError):
-        Lent().gather(b"1234", NO_ROWS)
-    Lent().scatter(flat, NO_ROWS)
+        BorrowedMemory().gather(b"1234", NO_ROWS)
+    BorrowedMemory().scatter(flat, NO_ROWS)
