@@ -438,7 +438,7 @@ def forget(name: str | Sequence[str]) -> None:
     then be used again, for another shape or dtype. Blocks until every server has dropped
     them. Raises ConfigError for a name that nothing has, FastPSError for one in flight,
     MismatchError for one that workers declared differently, StallError that says who did not
-    call; then all names go on working, but for those that a server fails to drop.
+    call; then all names go on working, except for those that a server fails to drop.
     """
     _current.current().forget(name)
 
@@ -463,7 +463,7 @@ def register(array: Array) -> Array:
     """Return an array with the same contents that the workers of this machine can all reach.
 
     The array itself if it is one already, or if there is nobody to share with; else a copy: use
-    it in the place of the old one. Raises MemoryError as empty() does.
+    it in place of the old one. Raises MemoryError as empty() does.
     """
     current = _current.current()
     if current.is_shared(array) or not current.can_share:
@@ -496,8 +496,8 @@ def push_pull(
     dictionary of parameters; it is that of the name from its first use on. Tensors below
     min_compress_bytes, elements that are no floats, and jobs without servers go without.
     learning_rate: of this step; error feedback is scaled by the last one's ratio to it. rule: one
-    of fastps.byzantine, or a name such as "median": what servers make of the workers' tensors in
-    the place of the average; it is that of the name from its first use on. Needs servers, and
+    of fastps.byzantine, or a name such as "median": what servers make of the workers' tensors
+    instead of the average; it is that of the name from its first use on. Needs servers, and
     refuses NaN and infinities. Blocks; raises PeerLostError, MismatchError, StallError. Bytes on
     the wire: nbytes each way.
     """

@@ -38,7 +38,7 @@ class _Workers:
         atexit.register(self.stop)
 
     def start(self, np: int) -> Team:
-        """Start a team in the place of the one there is; also as the variable `workers`."""
+        """Start a team in place of the one there is; also as the variable `workers`."""
         self.stop()
         self._team = Team(np)
         self._team.execute(FIRST_CELL)

@@ -3,7 +3,7 @@
 
 Decides who hears whom and with which weight; never knows tensors, links or a session. Pure. A
 topology is a matrix A of which A[i, j] weighs, at worker j, what worker i sends; the diagonal is
-what a worker keeps of its own. All graphs made here are doubly stochastic, but for what
+what a worker keeps of its own. All graphs made here are doubly stochastic, except for what
 with_sources() and with_destinations() are given: repeated mixing leads to the average.
 
 Graphs and weights: Ying et al., "BlueFog: make decentralized algorithms practical for optimization

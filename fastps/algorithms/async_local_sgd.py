@@ -4,7 +4,7 @@
 Every H steps a worker adds alpha(s) (own - base) to what servers hold, where base is what it had
 from them last and s its staleness, the updates of others that were added since; then it goes on
 from what is there. FedAsync (Xie, Koyejo and Gupta, "Asynchronous federated optimization", 2019,
-sections 4 and 5.2), with changes in the place of models, as ZenoPS has it. After each local step
+sections 4 and 5.2), with changes in place of models, as ZenoPS has it. After each local step
 own <- (1 - rho) own + rho base pulls it back to where it began: the proximal term, in closed form.
 Nobody waits for anybody.
 """

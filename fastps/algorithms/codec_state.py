@@ -36,7 +36,7 @@ def read(names: Sequence[str]) -> list[Array | None] | None:
 
 
 def write(names: Sequence[str], arrays: Sequence[Array | None] | None) -> None:
-    """Have servers keep what read() gave on rank 0, in the place of what they have. Blocks.
+    """Have servers keep what read() gave on rank 0, in place of what they have. Blocks.
 
     arrays: of rank 0. ValueError where they are others than the servers keep.
     """

@@ -111,7 +111,7 @@ class ServerParameters:
 
         deltas: one per parameter in their order, or by name; read. None adds nothing: what is
         there is read, for which a frame without bytes is sent. Neither they nor the
-        parameters may be touched before wait() has returned. That waits for nobody, but for
+        parameters may be touched before wait() has returned. That waits for nobody, except for
         workers so slow that this one is more than `staleness` pushes ahead; StallError names
         them. Each change is added once, in the order in which they come. learning_rate: with
         delay_compensation, what the gradients were multiplied by, and it travels along; 0 adds
@@ -176,7 +176,7 @@ class ServerParameters:
         return found
 
     def seed(self, values: Sequence[Array]) -> None:
-        """Let servers hold rank 0's values in the place of what they hold, and read them; blocks.
+        """Let servers hold rank 0's values in place of what they hold, and read them; blocks.
 
         All workers call it alike, when no push of theirs is under way. values: of read(), or, but
         of rank 0, whatever has their shapes.

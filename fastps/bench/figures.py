@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From measured seconds to rows, and the form of a result file: pure, but for reading the file."""
+"""From measured seconds to rows, and the form of a result file: pure, except for reading it."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Stale:
         self._found: deque[Array] = deque(maxlen=delay + 1)
 
     def told(self, update: Array) -> Array:
-        """Return what is pushed in the place of an update; at first the first one again."""
+        """Return what is pushed in place of an update; at first the first one again."""
         self._found.append(np.array(update))
         return self._found[0].copy()
 

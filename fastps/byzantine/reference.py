@@ -13,7 +13,7 @@ from fastps.contract.rule import Kind, Rule
 
 Array: TypeAlias = np.ndarray[Any, Any]
 FARTHEST = 1e300  # of squares of distances: their sums stay finite
-TINY = 1e-300  # in the place of a length of 0
+TINY = 1e-300  # in place of a length of 0
 
 
 def combine(

@@ -29,7 +29,7 @@ def Average() -> Rule:
 def TrimmedMean(f: int | None = None, *, share: float | None = None) -> Rule:
     """Average each element without its f largest and f smallest; 2f < m.
 
-    share: in the place of f, as ZenoPS has it: f = int(min((m - 2) // 2, share m)), and zeros
+    share: in place of f, as ZenoPS has it: f = int(min((m - 2) // 2, share m)), and zeros
     where m <= 2. Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning:
     towards optimal statistical rates", ICML 2018.
     """
@@ -44,7 +44,7 @@ def Median() -> Rule:
 def Phocas(f: int | None = None, *, share: float | None = None) -> Rule:
     """Average, of each element, the m - f nearest to its trimmed mean; 2f < m.
 
-    share: in the place of f: f = int(max(1, share m)), and zeros where m <= 2. Of two as near the
+    share: in place of f: f = int(max(1, share m)), and zeros where m <= 2. Of two as near the
     smaller counts. Xie, Koyejo and Gupta, "Phocas: dimensional Byzantine-resilient stochastic
     gradient descent", 2018.
     """

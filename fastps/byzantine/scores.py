@@ -214,7 +214,7 @@ class ZenoPlusPlusDescent:
 
     What the step is expected to win, to first order, less a penalty of its length: Zeno++ as it
     was published (Xie, Koyejo and Gupta, "Zeno++: robust fully asynchronous SGD", ICML 2020,
-    definition 1), with changes of the model in the place of gradients. v = 0 accepts nothing.
+    definition 1), with changes of the model in place of gradients. v = 0 accepts nothing.
     """
 
     gamma: float = 1.0
@@ -249,7 +249,7 @@ class ZenoDescent:
     and u a whole model's change with by_block=False, so that nothing is skipped. Half of m and
     more may lie, up to b < m of them. Xie, Koyejo and Gupta, "Zeno: distributed stochastic
     gradient descent with suspicion-based fault-tolerance", ICML 2019, definitions 3 and 4, with
-    changes in the place of gradients; the authors' code has the mean of squares for |u|^2.
+    changes in place of gradients; the authors' code has the mean of squares for |u|^2.
     """
 
     loss: Callable[[Array], float]

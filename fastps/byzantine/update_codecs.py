@@ -3,7 +3,7 @@
 
 What error feedback and momentum keep is the worker's own, and goes with its next update of that
 block; a skipped one loses nothing. Blocks that are too small for a codec, or no floats, travel as
-they are. Pure, but for what the coders keep; one object is of one worker, and one thread's.
+they are. Pure, except for what the coders keep; one object is of one worker, and one thread's.
 """
 
 from __future__ import annotations

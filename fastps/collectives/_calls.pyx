@@ -76,8 +76,8 @@ cdef class Calls:
         key = self.key_of(args, options, arrays)
         if key is None:
             return
-        from fastps.collectives._repeated import repeated_of
-        repeated = repeated_of(operations[0], arrays, result)
+        group = operations[0].group
+        repeated = None if group is None else group.repeated_of(operations[0], arrays, result)
         if repeated is None:
             return
         if len(self.known) >= MANY_CALLS:

@@ -69,7 +69,7 @@ cdef enum:
     LABEL_BITS = 16             # of a frame's subject; those above them are the form
     LABELS = 1 << LABEL_BITS
     CONTROL_PRIORITY = 0x7fffffff
-    ANYONE = 0xffffffff         # in the place of a peer
+    ANYONE = 0xffffffff         # in place of a peer
     LATE_LOCAL = 1              # code of what is late: all members are to hear of it from us
     LATE_UNREPORTED = 2         # our user has to hear of it too
     REFUSE_SEND = 1             # label of a refusal: of one message, for the end that sends it

@@ -20,7 +20,7 @@ from fastps.collectives import _calls, group_base
 from fastps.collectives.group_handle import MeanwhileError, SizesDifferError
 
 cdef enum:
-    NOTHING = -1                # in the place of an array
+    NOTHING = -1                # in place of an array
     NEW = -2                    # made for the call
 
 cdef type ndarray = np.ndarray
@@ -74,7 +74,7 @@ def repeated_of(Operation operation not None, list arrays, result):
 
 @cython.final
 cdef class Repeated:
-    """What an operation was, but for its arrays."""
+    """What an operation was, except for its arrays."""
 
     cdef Exchange exchange
     cdef Program program

@@ -85,7 +85,7 @@ class Channels(dict[str, int]):
         return [one for one in (name, *self._parts.get(name, ())) if one in self]
 
     def forget(self, name: str, kept: Container[str] = ()) -> list[int]:
-        """Forget what a name stands for, but for what is kept; give the numbers."""
+        """Forget what a name stands for, except for what is kept; give the numbers."""
         numbers = [self.pop(one) for one in self.names_of(name) if one not in kept]
         self._parts.pop(name, None)
         return numbers

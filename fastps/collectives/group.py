@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
@@ -25,6 +25,10 @@ from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import ArgumentError
 from fastps.types import DType, Op, ReduceOp
 from fastps.worker.handle import Array
+
+if TYPE_CHECKING:
+    from fastps.collectives._exchange import Operation
+    from fastps.collectives._repeated import Repeated
 
 ANYBODY = -1
 
@@ -62,6 +66,13 @@ class Group(GroupBase):
 
     Every operation begins at once and gives a Handle.
     """
+
+    @staticmethod
+    def repeated_of(operation: Operation, arrays: list[Array], result: Any) -> Repeated | None:
+        """Return what starts an operation once more, for the cache of calls; see _repeated.pyx."""
+        from fastps.collectives._repeated import repeated_of  # noqa: PLC0415  (few need it at once)
+
+        return repeated_of(operation, arrays, result)
 
     # ---- operations of all members ----
 

@@ -382,7 +382,7 @@ class GroupBase:
         return [name for name in names if not is_well(self.channels[name])]
 
     def forget(self, name: str, kept: Container[str] = ()) -> list[int]:
-        """Forget what a name stands for, but for what is kept; give the channels.
+        """Forget what a name stands for, except for what is kept; give the channels.
 
         All members do, while nothing is in flight on them, before one uses it again.
         """

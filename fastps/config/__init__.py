@@ -252,7 +252,7 @@ class Config:
         text="Process of fastps-run on this machine, whose descendants may reach this worker's "
              "memory where Yama restricts that; set by it.")
     unix_sockets: bool = _set(DATA, True,
-        text="Use Unix sockets in the place of TCP between processes of one machine.")
+        text="Use Unix sockets in place of TCP between processes of one machine.")
     partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_partition,
         unit="bytes", allowed=(4096, GIB),
         text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64. "

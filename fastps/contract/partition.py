@@ -7,8 +7,8 @@ is the only object with state; one thread, the scheduler's, uses it.
 
 Shares follow Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
 Heterogeneous GPU/CPU Clusters" (OSDI 2020, section 4): every network card is busy for the same
-time when a server on a machine of its own gets 2(n - 1) parts and one beside a worker n - k, for
-n worker machines and k others.
+time when a server on a machine of its own gets 2(n - 1) parts, and one beside a worker n - k.
+There are n worker machines and k others.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ CLIPPING = (Kind.NORM_CLIPPING, Kind.CENTERED_CLIPPING)
 class Rule(NamedTuple):
     """A rule and its parameters; travels with the declaration of a tensor.
 
-    f: updates that may be lies. share: of TRIMMED_MEAN and PHOCAS, in the place of f, as ZenoPS
+    f: updates that may be lies. share: of TRIMMED_MEAN and PHOCAS, in place of f, as ZenoPS
     has it. keep: of MULTI_KRUM, how many are averaged, 0 for all but f. radius: of clipping.
     iterations: of CENTERED_CLIPPING and GEOMETRIC_MEDIAN. nu: the least distance that counts, of
     the latter. bucket: updates that are averaged by lot before, seed: of that lot. own: where a

@@ -31,7 +31,7 @@ class Peer:
     is_owner: bool = False
     start_request: AwaitStart | None = None
     start_deadline: float = 0.0
-    leave_request: Leave | None = None  # of a worker that has left but for serving the others
+    leave_request: Leave | None = None  # of a worker that has left except for serving the others
     leave_deadline: float = 0.0
 
     @property

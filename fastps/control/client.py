@@ -2,9 +2,9 @@
 """A member's connection to the scheduler: join, ask, be told.
 
 Moves messages between the member and the scheduler; decides nothing about the job. Threads: any
-number of callers, one daemon reader thread that hands answers to callers and events to
-`on_event`, and a thread of _core (no GIL) that renews the lease on a connection of its own, so
-that a busy interpreter is not taken for a dead one. Every wait has a deadline.
+number of callers; one daemon reader thread that hands answers to callers and events to
+`on_event`. A thread of _core (no GIL) renews the lease on a connection of its own, so that a busy
+interpreter is not taken for a dead one. Every wait has a deadline.
 
 The scheduler's own deadline comes first, because its error can name who is missing; the
 client's, a little later, speaks only when the scheduler does not.

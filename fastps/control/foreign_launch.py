@@ -174,7 +174,7 @@ class FileBoard:
         self._path = path
 
     def post(self, text: str) -> None:
-        """Put the file there at once, as a whole, in the place of one that was left behind."""
+        """Put the file there at once, as a whole, in place of one that was left behind."""
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -518,7 +518,7 @@ class Membership:
             self._remove(item)
 
     def _leaving(self) -> list[Peer]:
-        """List the workers that have left but for serving the others."""
+        """List the workers that have left except for serving the others."""
         return [item for item in self._peers.values() if item.leave_request is not None]
 
     def _is_needed(self, owner: Peer) -> bool:

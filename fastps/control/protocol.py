@@ -258,7 +258,7 @@ class Join(_Message, frozen=True):
 
 
 class Absent(_Message, frozen=True):
-    """Say, in the place of a Join, that a process of this machine has ended, and why; no answer.
+    """Say, in place of a Join, that a process of this machine has ended, and why; no answer.
 
     From launchers. Counts as long as the job has not started and no such member is there.
     """
@@ -271,7 +271,7 @@ class Absent(_Message, frozen=True):
 
 
 class Attend(_Message, frozen=True):
-    """Ask, in the place of a Join, to hear which member is lost first: by PeerLost, if any is.
+    """Ask, in place of a Join, to hear which member is lost first: by PeerLost, if any is.
 
     From a launcher; role and rank are those of a process of its own.
     """

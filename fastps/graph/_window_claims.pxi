@@ -23,7 +23,7 @@ cdef void word_sent(SendItem* item, int status) noexcept nogil:
 
 cdef void fill(Windows_* home, SendItem* item, uint64_t window, int32_t what, uint32_t number,
                double p) noexcept nogil:
-    """Fill in the header of a frame; P, or a weight, is in the place of status and subject."""
+    """Fill in the header of a frame; P, or a weight, is in place of status and subject."""
     item.header.kind = KIND_WINDOW
     item.header.flags = <uint8_t>what
     item.header.key = window

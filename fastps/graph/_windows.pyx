@@ -400,7 +400,7 @@ cdef class Window:
 
     @property
     def actions(self):
-        """List what is in flight, or was a moment ago, but for mutexes."""
+        """List what is in flight, or was a moment ago, except for mutexes."""
         return [one for one in list(self.home.in_flight.values())
                 if (<WindowAction>one).window is self and not (<WindowAction>one).is_kept]
 

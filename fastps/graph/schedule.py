@@ -4,8 +4,8 @@
 Decides who sends what to whom and what is mixed where, as collectives/schedule.py does for all
 members; never knows weights, tensors or a rank of the job. Pure. Members know their own
 neighbours only, so two may disagree about an edge. is_checked: both ends of every edge tell each
-other, by a message of one byte beside the data, so whoever believes in an edge hears from the
-other end, or that this does not believe in it.
+other, by a message of one byte beside the data. So a member that believes in an edge hears from
+the other end, or hears that the other end does not believe in it.
 
 Mixed arrays are added in the order of members, each once, whatever comes first. What a FOLD mixes
 has the weights of its sources, in their order; behind them are those that scaled copies have.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `fastps`: `fastps doctor` tells what this machine offers to a job, and tries it.
 
-Changes nothing, but for --link-pyverbs, which makes one symbolic link. What it tries are real jobs
-of two workers, one for each way between them. `fastps graph` stands in graph.py, `fastps timeline`
-in timeline.py, `fastps top` in progress_line.py. Threads: those of the jobs it tries.
+Changes nothing, except for --link-pyverbs, which makes one symbolic link. What it tries are real
+jobs of two workers, one for each way between them. `fastps graph` stands in graph.py, `fastps
+timeline` in timeline.py, `fastps top` in progress_line.py. Threads: those of the jobs it tries.
 """
 
 from __future__ import annotations

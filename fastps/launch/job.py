@@ -127,7 +127,7 @@ class Job:
         is_spread: there are other machines, whose workers may need our servers and scheduler.
         goes_on: a worker that fails is no cause to end the others; all of them are.
         on_end: is told of every process that ends by itself, well or not. on_cause: is told why
-        the job ends, as soon as that is known, but for a signal.
+        the job ends, as soon as that is known, except for a signal.
         """
         self.parts: list[Part] = []
         self.cause: Cause | None = None

@@ -226,7 +226,7 @@ def command(
 def request(
     options: Options, number: int, way: str, inherited: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what a follower is told, but for the secrets."""
+    """Return what a follower is told, except for the secrets."""
     stays = () if way == "here" else STAYS
     return {
         "version": version_of("fastps"),

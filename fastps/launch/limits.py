@@ -60,7 +60,7 @@ def provide_descriptors(layout: Layout, *, n_children: int) -> None:
 
 
 def memory_kills(own: pathlib.Path = OWN_GROUPS, root: pathlib.Path = CONTROL_GROUPS) -> int:
-    """Count what the kernel has killed for want of memory in our control group; 0 if unknown."""
+    """Count what the kernel has killed for lack of memory in our control group; 0 if unknown."""
     try:
         for line in own.read_text("ascii", "replace").splitlines():
             number, controllers, path = line.split(":", 2)

@@ -3,10 +3,10 @@
 
 Decides how bytes become lines and how a line is marked; never which process to start or end. A
 `Stream` belongs to one pipe, a `Screen` to the two standard outputs of the launcher, each of them
-an `Outlet`. One thread. Invariants: no byte of a child is lost or reordered within its stream, a
-line is written whole, no write waits for a reader, and memory stays bounded however long a line or
-a silence is, if nothing more is read while the screen has a backlog. But for one case: a traceback
-that another process has written word for word is shown as one line that says so.
+an `Outlet`. One thread. Invariants: no byte of a child is lost or reordered within its stream; a
+line is written whole; no write waits for a reader. Memory stays bounded however long a line or a
+silence is, if nothing more is read while the screen has a backlog. One exception: a traceback that
+another process has written word for word is shown as one line that says so.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class Screen:
         self._write(line + b"\n", is_error=False)
 
     def live(self, text: str) -> None:
-        """Show a line below all that is written, in the place of the last; none if empty."""
+        """Show a line below all that is written, in place of the last; none if empty."""
         line = f"[fastps-run] {text}"[: _columns(self._outlets[1])].encode() if text else b""
         if line != self._live and not self.backlog:
             self._live = line
@@ -361,7 +361,7 @@ def name_of(role: str, rank: int, host: str = "") -> str:
 
 
 def _columns(terminal: Outlet) -> int:
-    """Count what a line of a terminal holds, but for the last place, which might wrap."""
+    """Count what a line of a terminal holds, except for the last place, which might wrap."""
     try:
         columns = os.get_terminal_size(terminal.fileno()).columns
     except OSError:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One child process: started in a group of its own, signalled as a group, buried once.
 
-Moves signals and exit states; decides nothing about when. Invariants: a child is killed by the
-kernel when the launcher dies (PR_SET_PDEATHSIG), orphans of a child become children of the
-launcher (PR_SET_CHILD_SUBREAPER) and are found by `sweep`, and a process id is signalled only
-before it is reaped, so that a reused id is never hit. Used from the launcher's main thread, and
+Moves signals and exit states; decides nothing about when. Invariants: the kernel kills a child
+when the launcher dies (PR_SET_PDEATHSIG). Orphans of a child become children of the launcher
+(PR_SET_CHILD_SUBREAPER), and `sweep` finds them. A process id is signalled only before it is
+reaped, so that a reused id is never hit. Used from the launcher's main thread, and
 processes are started while there is no other.
 """
 

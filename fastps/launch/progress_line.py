@@ -82,7 +82,7 @@ class JointLine:
         self._paces: dict[int, list[Pace]] = {}
 
     def hear(self, machine: int, told: Sequence[Sequence[float]]) -> None:
-        """Take what a machine has told, in the place of what it told before."""
+        """Take what a machine has told, in place of what it told before."""
         self._paces[machine] = [_heard(*words) for words in told]
 
     def show(self, screen: Screen) -> None:

@@ -68,7 +68,7 @@ def collect(target: Path, *, is_whole: bool) -> Summary:
 
 def describe(target: Path, summary: Summary) -> str:
     """Return in a line what was merged."""
-    lost = f", {summary.dropped} lost for want of room" if summary.dropped else ""
+    lost = f", {summary.dropped} lost for lack of room" if summary.dropped else ""
     bound = summary.clock_bound_us
     clocks = f", clocks within {bound:.0f} us" if bound > 0 else ""
     return (

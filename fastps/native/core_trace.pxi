@@ -276,7 +276,7 @@ cdef class Drain:
 
     @property
     def dropped(self):
-        """Count the spans that were lost for want of room."""
+        """Count the spans that were lost for lack of room."""
         return self.state.dropped
 
     def stop(self):

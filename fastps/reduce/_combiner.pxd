@@ -9,7 +9,7 @@ cdef enum:
 ctypedef int64_t (*kernel_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                               const void* args) noexcept nogil
 
-cdef struct Combining:          # a rule for one partition; fixed but for what `last` holds
+cdef struct Combining:          # a rule for one partition; fixed except for what `last` holds
     int kind                    # Kind of fastps.contract.rule
     int32_t keep
     int32_t iterations

@@ -43,7 +43,7 @@ cdef enum:
     PIECE = 1 << 12             # elements that all sources are looked at before the next
 
 cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finite
-cdef double TINY = 1e-300       # in the place of a length of 0
+cdef double TINY = 1e-300       # in place of a length of 0
 
 cdef int AVERAGE = Kind.AVERAGE
 cdef int MEAN_AROUND_MEDIAN = Kind.MEAN_AROUND_MEDIAN
@@ -103,7 +103,7 @@ cdef void draw_order(Combining* how, uint32_t version, int32_t* order, int32_t m
 
 cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
                           char* room) noexcept nogil:
-    """Put means of buckets in the place of the updates; in room for all of them."""
+    """Put means of buckets in place of the updates; in room for all of them."""
     cdef int32_t order[MAX_VOICES]
     cdef const void* some[MAX_VOICES]
     cdef const void* means[MAX_VOICES]

@@ -3,7 +3,7 @@
 
 Theory of operation. The owner holds one value per key. The first push of a unit becomes it, as
 does every broadcast; later pushes are added in the order in which they came, whoever sends them,
-and a pull reads. Members have versions of their own and wait for nobody, but for two things: a
+and a pull reads. Members have versions of their own and wait for nobody, except for two things: a
 pull for the first value, and the answer to each unit of a push until the slowest contributor's
 is at most `staleness` operations behind (ANY_STALENESS: never). So what a member gets of its n-th
 operation holds everybody's first n - staleness, and with 0 is the same for all. It is counted by
@@ -20,9 +20,9 @@ A member's next operation is put off (E_TIMEOUT) until all answers to the one be
 A value has a stamp: how many changes it has seen. It comes with every answer (header.status), and
 a pull may ask for one that has seen so many: it waits for that.
 
-Accepted, the third policy, is the same but for what a change is: contributors go in step, and what
-they push for one operation does not add to the value, but its mean, in their order, becomes it.
-Who only reads waits for nobody but them, and holds nobody up.
+Accepted, the third policy, is the same except for what a change is: contributors go in step, and
+what they push for one operation does not add to the value, but its mean, in their order, becomes
+it. Who only reads waits for nobody but them, and holds nobody up.
 
 Kept, the sixth, has its value elsewhere, what the codec of another key keeps, and a push takes its
 place: for checkpoints, when no round of that key is under way.

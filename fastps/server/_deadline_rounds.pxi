@@ -16,7 +16,7 @@
 #
 # Contributor 0 gives the value, with a push that says so (header.status, bits of a float32): -1
 # for a fresh one, or 1 + the steps that the outer optimizer has taken, and then what that keeps is
-# pushed too. A pull for stamp -1 - i reads what it keeps, number i, in the place of the value.
+# pushed too. A pull for stamp -1 - i reads what it keeps, number i, in place of the value.
 #
 # Units are whole partitions. The formulas are those of fastps/algorithms/outer.py, in the
 # element's own type and in the written order, so results are NumPy's. Whoever works on turns owns
@@ -285,7 +285,7 @@ cdef void count_missing(Value* value) noexcept nogil:
 
 
 cdef void pack_all(Value* value) noexcept nogil:
-    """Encode the answers of all who have pushed for the round that ends, but for the lock.
+    """Encode the answers of all who have pushed for the round that ends, except for the lock.
 
     Who has not may begin to meanwhile, and can only come into the next one.
     """

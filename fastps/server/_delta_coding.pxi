@@ -20,7 +20,7 @@ cdef inline bint is_coded(Caller* caller) noexcept nogil:
 
 
 cdef inline bint is_aside(Caller* caller) noexcept nogil:
-    """Tell whether a member reads what the outer optimizer keeps, in the place of the value."""
+    """Tell whether a member reads what the outer optimizer keeps, in place of the value."""
     return (caller.value.entry.gathers and caller.kind == KIND_PULL
             and caller.wanted >= ASIDE)
 

@@ -84,7 +84,7 @@ cdef struct Policy:
     bint (*is_idle)(Entry* entry) noexcept nogil
     void (*free)(Entry* entry) noexcept nogil
 
-cdef struct Entry:              # one partition; fixed after declare but for state and failed
+cdef struct Entry:              # one partition; fixed after declare except for state and failed
     Store* store
     const Policy* policy
     Cast* cast
@@ -127,7 +127,7 @@ cdef struct StoreStats:
     uint64_t chunks_summed      # units that a rule worked on
     uint64_t bytes_summed       # bytes of results
     uint64_t rounds_failed
-    uint64_t buffers_not_kept   # for want of room
+    uint64_t buffers_not_kept   # for lack of room
 
 cdef struct LinkState:               # one link of one member
     LinkSlot slot

@@ -53,7 +53,7 @@ def not_an_array_text(tensor: object) -> str:
     face = {"torch": "torch", "jaxlib": "jax", "jax": "jax", "tensorflow": "tensorflow"}.get(home)
     cure = "pass np.asarray(...)"
     if face is not None:
-        cure = f"import fastps.{face} in the place of fastps, or pass np.asarray(...)"
+        cure = f"import fastps.{face} in place of fastps, or pass np.asarray(...)"
     kind = type(tensor).__name__ if home == "builtins" else f"{home}.{type(tensor).__name__}"
     return f"of type {kind}, not a NumPy array: {cure}"
 

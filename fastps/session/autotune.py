@@ -3,8 +3,8 @@
 
 Measures steps, a window of them with each setting, and lets the search (autotune_search.py) choose
 the next; ByteScheduler (Peng et al., SOSP 2019, section 4.3) does the same. Rank 0 alone measures
-and decides. What it decides travels as a broadcast of four numbers, begun at the end of one step
-and waited for at the end of the next, so all workers change in the same step and none waits.
+and decides. What it decides travels as a broadcast of four numbers. The broadcast starts at the
+end of one step and ends with the next, so all workers change in the same step and none waits.
 Nothing that is tuned changes a bit of any sum: who adds what, and in which order, is fixed by the
 cast. Partitions and buckets change where an exchange of gradients has offered itself, between two
 steps: its names are forgotten and declared anew. Threads: the user's, which marks steps.

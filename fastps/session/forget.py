@@ -40,8 +40,8 @@ def retired(tensors: Iterable[PlannedTensor]) -> Iterator[None]:
         raise
 
 
-class Forgetting:
-    """The part of a session that forgets."""
+class ForgetMixin:
+    """The part of a session that forgets names."""
 
     config: Config
     uneven: JoinState

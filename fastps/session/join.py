@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uneven inputs: a worker that has run out of data goes on taking part with what changes nothing.
+"""join(): a worker that has run out of data goes on taking part with what changes nothing.
 
 join() tells everybody, by way of the scheduler, how many operations of each name this worker has
 started. From then on whoever starts one that it has not tells it what that is. When all who are
@@ -187,7 +187,7 @@ class JoinState:
     def lack(self, ticket: Ticket | Operation) -> tuple[float, DType | None]:
         """Return what the result of an operation that is over lacks, as a factor, and its dtype.
 
-        1, but for averages without those who had joined; no dtype where nobody ever has.
+        1, except for averages without those who had joined; no dtype where nobody ever has.
         FastPSError where no factor mends that: of integers, which were divided, and of signs
         without a scale, as zeros vote too.
         ShutdownError where the session is gone that knows of it.

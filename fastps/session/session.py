@@ -56,7 +56,7 @@ from fastps.errors import (
 from fastps.session import fork, single_worker
 from fastps.session.differences import Differences
 from fastps.session.drift import Drift
-from fastps.session.forget import Forgetting
+from fastps.session.forget import ForgetMixin
 from fastps.session.host import StartedTensor
 from fastps.session.join import AVERAGE, JoinState
 from fastps.session.stall_watch import StallWatch, dispute
@@ -122,7 +122,7 @@ _UNUSABLE: dict[State, tuple[type[FastPSError], str]] = {
 }
 
 
-class Session(Forgetting):
+class Session(ForgetMixin):
     """Membership of this process in a job; made by init().
 
     A session of one worker without servers is single: it has no connections, and `_client` is

@@ -10,7 +10,7 @@ by each of these ways. Two that each have begun something that the other has not
 A worker that has waited for LEAST_S tells worker 0 what it has begun under the name, which tells
 all others; the one that finds a difference tells all; then each says what it started there, and
 when all have, the operations in flight fail on all with one text, and the name is of no more use.
-Threads: the control thread, but for check(), why(), group() and forget().
+Threads: the control thread, except for check(), why(), group() and forget().
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Recorder:
         if trouble:
             log.warning("the trace of this process ended early: %s", trouble)
         if self._drain.dropped:
-            log.warning("the trace lost %d spans for want of room", self._drain.dropped)
+            log.warning("the trace lost %d spans for lack of room", self._drain.dropped)
         self.note(end=_core.clock_ns(), dropped=self._drain.dropped)
         os.close(self._spans)
         if not self._config.trace_file:

@@ -138,7 +138,7 @@ def events_of(one: Timed, origin: int) -> Iterator[Event]:
         yield from _rows(pid, kind, items, origin)
     for place in one.of(DROPPED):
         yield {
-            "name": "spans lost for want of room", "ph": "i", "s": "p", "pid": pid, "tid": 0,
+            "name": "spans lost for lack of room", "ph": "i", "s": "p", "pid": pid, "tid": 0,
             "ts": (int(one.began[place]) - origin) * US,
             "args": {"spans": int(one.spans["nbytes"][place])},
         }  # fmt: skip

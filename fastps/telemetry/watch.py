@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of this user and machine that tell of themselves, and what changed between two looks.
 
-Finds the sockets of `status.py` in the kernel's table and asks each for /status.json. Pure but for
-that. Threads: the caller's; a look blocks as long as LOOK_S for a process that is stopped.
+Finds the sockets of `status.py` in the kernel's table and asks each for /status.json. Pure except
+for that. Threads: the caller's; a look blocks as long as LOOK_S for a process that is stopped.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ cdef struct LinkOps:
 # more. Filled in by whoever returns credit, one thread at a time.
 cdef struct Gauge:
     bint is_on                  # the credit follows; set once
-    bint is_held                # but for now: set_credit() gave one
+    bint is_held                # except for now: set_credit() gave one
     int64_t asked               # when a chunk left a link that had nothing out; 0: none under way
     int64_t response_ns         # the shortest time until it was back; 0: not known yet
     int64_t counted_since       # the window in which bytes that come back are counted; 0: none
@@ -94,7 +94,8 @@ cdef inline int family_of(int fd) noexcept nogil:
     return family if getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &size) == 0 else -1
 
 # ---- a link's life: init, name, attach, list; settle or end; freed by its thread ----
-# OK or E_NOMEM. Fills in what owners call, but for `withdraw`; nobody kicks it before list_link().
+# OK or E_NOMEM. Fills in what owners call, except for `withdraw`; nobody kicks it before
+# list_link().
 cdef int init_link(BaseLink* link, const LinkOps* ops, IoThread* io, uint64_t credit_bytes,
                    int queue_hint) noexcept nogil
 cdef void name_link(BaseLink* link, LinkOwner owner, uint32_t peer, uint32_t lane)

@@ -170,7 +170,7 @@ cdef void link_close(Link* base, int status) noexcept nogil:
 # ---------------------------------------------------------------- send side
 
 cdef void note_starved(BaseLink* link) noexcept nogil:
-    """The queue gave nothing: is that for want of credit?"""
+    """The queue gave nothing: is that for lack of credit?"""
     cdef QueueStats stats
     if not link.credit_bytes or not link.ops.borrow_bytes:
         return

@@ -45,9 +45,9 @@ cdef inline uint64_t turn_of(const SendItem* item) noexcept nogil:
 cdef struct Owner:
     void* context
     # A header arrived and is well formed. Say where its `length` bytes go (any address, non-NULL;
-    # ignored when length is 0) or return NULL with *status < 0: the link is then closed, but for
-    # E_TIMEOUT: the frame and what follows it on this link wait, and it is asked again soon, for
-    # 30 s at most. Nothing may have happened then. The link sends, and other links go on.
+    # ignored when length is 0) or return NULL with *status < 0: the link is then closed, except
+    # for E_TIMEOUT: the frame and what follows it on this link wait, and it is asked again soon,
+    # for 30 s at most. Nothing may have happened then. The link sends, and other links go on.
     void* (*landing)(void* context, Link* link, const Header* header, int* status) noexcept nogil
     # The payload is where `landing` said. OK, or a negative status: the link is then closed.
     int (*deliver)(void* context, Link* link, const Header* header) noexcept nogil
@@ -60,12 +60,12 @@ cdef struct Owner:
     # link, or `closed` of this link returned. OK, or a negative status as from `landing`.
     int (*adopt)(void* context, Link* link, const Header* header,
                  const char* payload) noexcept nogil
-    # Needed where items are whole: in the place of `landing`, where all of one goes, or NULL with
+    # Needed where items are whole: in place of `landing`, where all of one goes, or NULL with
     # OK: nobody wants it. `deliver` follows, with a length of 0 if the payload could not be had in
     # this way: it comes again then, as frames that land.
     void* (*whole)(void* context, Link* link, const Header* header, int* status) noexcept nogil
     # May be NULL. Where a frame with this header will land in a later round; NULL: not known.
-    # Asked right after `landing` of the same frame in an earlier round. The answer is a promise
+    # Called right after `landing` of the same frame in an earlier round. The answer is a promise
     # until the link's withdraw() or end: peers may write there without asking again.
     void* (*standing)(void* context, Link* link, const Header* header) noexcept nogil
     # May be NULL. The answer to WITHDRAW_ASKING: no frame of this key that had no

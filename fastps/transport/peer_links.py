@@ -311,7 +311,7 @@ class PeerLinks:
         """Choose a connection of another member; give what makes it the link.
 
         That is to be called once the other side was told, for from then on frames may follow.
-        Owns the descriptor, but for NotYet. Raises ProtocolError for what cannot be the link.
+        Owns the descriptor, except for NotYet. Raises ProtocolError for what cannot be the link.
         """
         generation, lane = unpack_lane(packed_lane)
         is_rdma = bool(lane & rdma.RDMA_LANE)

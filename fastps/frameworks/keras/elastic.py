@@ -38,7 +38,7 @@ class KerasState(ArrayState):
     """What has to be the same on all workers, and is committed together.
 
     model, optimizer (that of the model where none is given) and any others are attributes of the
-    state. Of models and optimizers the variables are held, in place, but for seeds of random
+    state. Of models and optimizers the variables are held, in place, except for seeds of random
     layers, which are each worker's own; all else is a plain value, of the kinds that
     broadcast_object() takes.
     """

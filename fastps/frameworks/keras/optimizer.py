@@ -32,9 +32,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Make a Keras optimizer step with gradients averaged (or summed) over all workers.
 
-    A new optimizer comes back, of a subclass of the optimizer's with its name and configuration,
-    whose apply() exchanges first, so that model.compile(), fit() and loops of one's own stay as
-    they are, and what is saved is the optimizer alone. Compile with jit_compile=False where the
+    Return a new optimizer, of a subclass of the given one's, with its name and configuration. Its
+    apply() exchanges first, so model.compile(), fit() and loops of one's own stay as they are;
+    what is saved is the optimizer alone. Compile with jit_compile=False where the
     back end is TensorFlow. name: the new optimizer's. op, compression, bucket_bytes, process_set:
     of fastps.torch's. sparse_as_dense: tf.IndexedSlices travel with all their zeros. Gradients
     are named by prefix and place: give a second model another prefix. backward_passes_per_step:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of ours in MXNet's own engine, so that nothing blocks and order is MXNet's.
 
-MXNet calls `start` in one of its threads as soon as what was pushed before on the arrays is done,
-and what is pushed on them afterwards waits until `finish` has returned in a thread of ours: MXNet
-has few threads, and they are never kept waiting. An exception of either becomes one of MXNet,
+MXNet calls `start` in one of its threads as soon as what was pushed before on the arrays is done.
+What is pushed on them afterwards waits until `finish` has returned in a thread of ours: MXNet has
+few threads, and they are never kept waiting. An exception of either becomes one of MXNet,
 which it raises where somebody waits for one of the arrays. Invariant: every operation is completed
 exactly once.
 

@@ -8,7 +8,7 @@ ctypedef int64_t (*prepare_fn)(float* v, const float* g, int64_t count, float* m
                                const float* numbers) noexcept nogil
 ctypedef int64_t (*convert_fn)(float* v, const void* elements, int64_t count) noexcept nogil
 
-cdef struct Code:               # of one partition; fixed but for what the arrays hold
+cdef struct Code:               # of one partition; fixed except for what the arrays hold
     code_fn encode
     code_fn decode
     code_fn add

@@ -296,7 +296,7 @@ cdef class Coder:
             for address in (<uintptr_t>self.code.residual, <uintptr_t>self.code.momentum)])
 
     def restore(self, kept):
-        """Take what kept() gave of a coder of as many elements, in the place of what is kept."""
+        """Take what kept() gave of a coder of as many elements, in place of what is kept."""
         cdef Py_buffer given
         cdef bint is_alike
         cdef float* own

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links within one process: the transport interface with memcpy in the place of a network.
+"""Links within one process: the transport interface with memcpy in place of a network.
 
 For a server in a worker's process, and for tests of owners. Theory of operation. connect() makes
 a pair of links, each the other's twin, with one I/O thread. Threads, queues, credit and ends are

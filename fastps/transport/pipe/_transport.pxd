@@ -72,7 +72,7 @@ cdef struct PipeLink:
     int32_t close_status        # atomic; first call of close() wins
     bint is_attached
     bint has_bye                # the peer said BYE; whoever steps
-    # memory of the peer's process; of whoever steps, but for the first, which the lock guards
+    # memory of the peer's process; of whoever steps, except for the first, which the lock guards
     bint is_probed
     int32_t pid
     int64_t token

@@ -289,7 +289,7 @@ cdef class RdmaTransport(BaseTransport):
         return True
 
     cdef RdmaRegion pin_after_eviction(self, char* start, uint64_t nbytes, int access):
-        """Pin, if need be in the place of all that can be evicted."""
+        """Pin, if need be in place of all that can be evicted."""
         try:
             return self.pin(start, nbytes, access)
         except TransportError:

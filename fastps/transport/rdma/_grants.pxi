@@ -172,7 +172,7 @@ cdef Given* open_given(RdmaLink* link, const Header* header, char** places,
     if given.windows[0] != NULL and given.windows[1] != NULL:
         return given
     if given.windows[0] != NULL:
-        close_window(link, given.windows[0])    # another link may need it for want of any
+        close_window(link, given.windows[0])    # another link may have none
     retire_given(link, given)
     return NULL
 
@@ -313,7 +313,7 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
 
 
 cdef int keep_promises(RdmaLink* link) noexcept nogil:
-    """Take back what is to be taken back before anything else goes; 1: for want of room, later."""
+    """Take back what is to be taken back before anything else goes; 1: there is no room, later."""
     cdef int status
     if not fps_load32(&link.promises.has_withdrawn):
         return OK

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _transport.pyx: a link from its first byte until both ends know that it works. I/O
-# thread, but for the class. The GIL is taken here: nothing that a user started waits for it yet.
+# thread, except for the class. The GIL is taken here: nothing that a user started waits for it
+# yet.
 
 @cython.final
 cdef class Opening:

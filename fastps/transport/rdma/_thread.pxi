@@ -105,7 +105,7 @@ cdef void close_port(RdmaLink* link) noexcept nogil:
     """End the queue pair; what it used is unpinned after it.
 
     Windows go between its last work and its end: one that is bound keeps some devices from ending
-    it, and a bind that is still to come must not find another window in the place of its own.
+    it, and a bind that is still to come must not find another window in place of its own.
     """
     if link.port != NULL:
         link.verbs.halt_port(link.port)

@@ -198,7 +198,7 @@ cdef struct Pins:
     int32_t trouble             # Trouble that the device has had, the first; atomic
     bint has_windows            # else a region's own key is granted
     int64_t windows             # open now; pins.lock
-    uint64_t pinned_bytes       # now, but for buffers of messages
+    uint64_t pinned_bytes       # now, except for buffers of messages
     uint64_t pinnings           # ever
     uint64_t temporary          # of these for one frame only
     Failure* failures           # of links that worked, latest first; lock
@@ -318,7 +318,7 @@ cdef struct Promises:           # what is taken back
     uint32_t answer_count
     uint32_t answer_room
 
-cdef struct RdmaLink:           # I/O thread only, but for promises
+cdef struct RdmaLink:           # I/O thread only, except for promises
     BaseLink base               # first: a Link* is an RdmaLink*
     int completion_fd
     void* port

@@ -160,7 +160,7 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
 
     def _take(self, block: Block, keep: float) -> None:
         if keep and block.own.dtype == block.agreed.dtype:
-            block.own.lerp_(block.agreed, 1.0 - keep)  # one pass in the place of three
+            block.own.lerp_(block.agreed, 1.0 - keep)  # one pass in place of three
             return
         super()._take(block, keep)
 

@@ -331,7 +331,7 @@ def DistributedPullGetOptimizer(
 ) -> DecentralizedOptimizer:
     """Get neighbours' parameters while forward and backward run; mix; step.
 
-    src_weights (ranks, or rank: factor; some of the in-neighbours) in the place of dst_weights;
+    src_weights (ranks, or rank: factor; some of the in-neighbours) in place of dst_weights;
     otherwise as DistributedWinPutOptimizer().
     """
     return _one_sided(PullGet, optimizer, model, num_steps_per_communication, window_prefix,

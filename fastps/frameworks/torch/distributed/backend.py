@@ -110,8 +110,8 @@ def create(options: Any, _: Any = None) -> Any:
     """Make a process group for torch; options: what register_backend() promises to give.
 
     The default group joins the job and blocks until all workers are there, or time is up. Groups
-    of some of its ranks need no communication, but for a first one beside another backend's, which
-    joins too. Raises what fastps.init() does.
+    of some of its ranks need no communication, except for a first one beside another backend's,
+    which joins too. Raises what fastps.init() does.
     """
     from fastps.frameworks.torch.distributed.process_group import make_shell  # noqa: PLC0415
     from fastps.frameworks.torch.distributed.store_rendezvous import join, join_beside  # noqa: PLC0415

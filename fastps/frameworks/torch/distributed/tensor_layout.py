@@ -50,7 +50,7 @@ class Side(NamedTuple):
     copies: list[Copy]
 
     def scaled(self, elements: Sequence[int]) -> list[int]:
-        """Count elements of the array in the place of elements of the tensor."""
+        """Count elements of the array in place of elements of the tensor."""
         width = _form(self.plain.dtype)[1]
         return [count * width for count in elements]
 

@@ -48,7 +48,7 @@ def call_at_the_end(function: Callable[[], Any]) -> None:
 
 
 class _Ending:
-    """What is to be called when a graph has run, in the place of what looks for NaN then."""
+    """What is to be called when a graph has run, in place of what looks for NaN then."""
 
     def __init__(self, graph: Any) -> None:
         self.functions: list[Callable[[], Any]] = []

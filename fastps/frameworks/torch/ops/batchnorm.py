@@ -75,7 +75,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Return a module with a SyncBatchNorm in the place of each BatchNorm, with its state."""
+        """Return a module with a SyncBatchNorm in place of each BatchNorm, with its state."""
         found = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             found = cls(

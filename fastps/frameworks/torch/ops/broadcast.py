@@ -49,7 +49,7 @@ def broadcast_parameters(
 
     params: model.state_dict(), model.named_parameters() or any mapping or pairs of names and
     tensors, the same on all ranks (else MismatchError); tensors alone are named by their places.
-    Give another prefix for a second model whose names are the same. process_set, also in the
+    Give another prefix for a second model whose names are the same. process_set, also in
     place of prefix, as scripts for Horovod give it. One submit for all tensors.
     """
     pairs = _pairs_of(params)
@@ -98,7 +98,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy state and options of the root rank's optimizer to that of every rank.
 
-    model, also in the place of prefix: scripts for Horovod give it; it is not needed.
+    model, also in place of prefix: scripts for Horovod give it; it is not needed.
     Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
     none, dropped where the root has none, and options keep their types. Where the root has not
     stepped yet, gradients that are None become zeros, as with Horovod. LBFGS is refused

@@ -156,6 +156,6 @@ def choice_of(compression: Compressing) -> Any:
     if compression is None or isinstance(given, OnTheWay):
         return given.choice if isinstance(given, OnTheWay) else None
     raise TypeError(
-        "LocalSGD sends what changed through a codec: give fastps.Compression.fp16() in the place "
+        "LocalSGD sends what changed through a codec: give fastps.Compression.fp16() instead "
         "of fastps.torch.Compression.fp16, or another of fastps.Compression"
     )

@@ -71,16 +71,16 @@ def DistributedOptimizer(
     in Horovod; of the rest only compression, prefix and process_set count then.
     process_set: who exchanges gradients; workers outside may call it too, and step by themselves.
     sparse_as_dense: let sparse gradients travel with all their zeros; otherwise as rows. They
-    are dense then, but for SparseAdam, which gets the rows that are not 0.
+    are dense then, except for SparseAdam, which gets the rows that are not 0.
     finish_in_backward: let backward() return when the gradients are complete, for programs that
     clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
     gradient_predivide_factor (only with Average, else ValueError), num_groups and groups of
     Horovod are accepted and not needed.
     asynchronous, staleness, delay_compensation: let servers hold the parameters and each worker
     step at its own pace (docs/async.md); of the rest only names and prefix count then.
-    staleness=1 without asynchronous applies averages one step later, PipeSGD, but for the first
+    staleness=1 without asynchronous applies averages one step later, PipeSGD, except for the first
     pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
-    rule: of fastps.push_pull(), in the place of the average (docs/byzantine.md), of each bucket.
+    rule: of fastps.push_pull(), in place of the average (docs/byzantine.md), of each bucket.
     All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)

@@ -75,7 +75,7 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step by itself, push the change, and go on from what the servers hold; blocks.
 
-        Waits for no worker, but for those that are more than the staleness behind.
+        Waits for no worker, except for those that are more than the staleness behind.
         """
         if fastps.size() == 1:
             return super().step(closure)
