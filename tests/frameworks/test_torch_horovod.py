@@ -20,9 +20,11 @@ import fastps.torch as hvd  # noqa: E402
 from fastps.frameworks import horovod  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("programs_torch_horovod.py")
-PARTS = 3  # jobs, among which the checks are shared out: compilers need seconds for some
+PARTS = 6  # jobs, among which the checks are shared out: compilers need seconds for some
+LIMIT_S = 170.0  # 12 s of a processor for each worker, on a machine that has much else to do
 
 
+@pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize(("workers", "shared"), [(2, "0"), (3, "1")])
 def test_gradients_are_those_of_one_process(
@@ -31,8 +33,10 @@ def test_gradients_are_those_of_one_process(
     script = f"import sys\nsys.path.insert(0, {str(PROGRAM.parent)!r})\n"
     call = f"programs_torch_horovod.checks({part}, {PARTS})"
     script += f"import programs_torch_horovod\nreport({call})\n"
-    environ = {"FASTPS_SHARED_MEMORY": shared}
-    job = run_workers(script, tmp_path, workers=workers, servers=1, environ=environ).check()
+    job = run_workers(
+        script, tmp_path, workers=workers, servers=1, timeout_s=LIMIT_S,
+        environ={"FASTPS_SHARED_MEMORY": shared},
+    ).check()  # fmt: skip
     assert job.reports == ((None,),) * workers
 
 
