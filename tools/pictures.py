@@ -30,7 +30,7 @@ STYLE = (
 )
 FACES = "torch, jax, keras, ..."  # modules that only re-export: one box
 
-# (where, what, whether the GIL is held there); read from left to right, row by row
+# (where, what), in the order of a gradient's way
 GRADIENT = [
     [
         ("backward()", "a hook: the gradient is ready"),
@@ -54,7 +54,7 @@ GRADIENT = [
 HOLDS_THE_GIL = {
     "backward()", "frameworks/", "session/", "worker/_engine", "worker/handle", "step()"
 }  # fmt: skip
-# (thread, how many, what it enters, what it never takes)
+# (thread, how many, what it enters, whether it takes the GIL)
 THREADS = [
     (
         "the program's own",

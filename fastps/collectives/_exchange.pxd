@@ -172,7 +172,7 @@ cdef struct State:
     char* discard               # one chunk, for what nobody wants
     Plan* plan
     void* pool                  # a BufferPool
-    Owner window_owner                 # has the frames of windows; no landing: nobody has
+    Owner window_owner          # has the frames of windows; no landing: nobody has
     int32_t news                # counts the ends of what is followed; a futex
     uint64_t messages           # statistics
     uint64_t bytes_sent
@@ -251,7 +251,7 @@ cdef class Exchange(LinkOwner):
     cdef WorkerEngine engine    # keeps the plan
     cdef dict in_flight         # keeps operations until somebody saw their end
     cdef Py_ssize_t many        # as many in flight are looked through for such as nobody waits for
-    cdef object window_owner           # keeps that
+    cdef object window_owner    # keeps that
     cdef list recent            # About of what began last, the oldest overwritten; of these:
     cdef uint64_t recent_channels[MANY_RECENT]
     cdef uint32_t recent_numbers[MANY_RECENT]

@@ -30,12 +30,8 @@ class Policy(IntEnum):
     ACCUMULATE = 2  # each push is added at once; its answer is the value by then
     ACCEPTED = 3  # the mean of what all push becomes the value; readers pull, and hold nobody up
     COMBINED = 4  # so does their median, element by element
-    CODEC_STATE = (
-        6  # what the codec of another key's sums keeps there: read, and written by worker 0
-    )
-    DEADLINE_ROUNDS = (
-        5  # what a rule makes of those that came in time moves the value; see Gathering
-    )
+    DEADLINE_ROUNDS = 5  # a rule of those that came in time moves the value; see Gathering
+    CODEC_STATE = 6  # what the codec of another key's sums keeps: read, and written by worker 0
 
 
 WHOLE = (Policy.DEADLINE_ROUNDS, Policy.CODEC_STATE)  # by whole partitions

@@ -90,7 +90,7 @@ def code_of(kernel: Any) -> Code:
 
 
 def _machine() -> Any:
-    """Make the target that Numba compiles for, except for code that stands anywhere."""
+    """Make the target that Numba compiles for, with position-independent code."""
     _llvm.initialize_native_asmparser()  # of which memset() has need
     triple, name, features = _cpu.target_context.codegen().magic_tuple()
     return _llvm.Target.from_triple(triple).create_target_machine(

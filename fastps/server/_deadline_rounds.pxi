@@ -285,7 +285,7 @@ cdef void count_missing(Value* value) noexcept nogil:
 
 
 cdef void pack_all(Value* value) noexcept nogil:
-    """Encode the answers of all who have pushed for the round that ends, except for the lock.
+    """Encode the answers of all who have pushed for the round that ends, without the lock.
 
     Who has not may begin to meanwhile, and can only come into the next one.
     """

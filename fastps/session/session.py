@@ -147,10 +147,8 @@ class Session(ForgetMixin):
         self.ways = RouteChecker(self, self.uneven)
         self.stalls = StallWatch(self, self.ways, self.steps)
         self.differences, self.drift = Differences(self), Drift(self, self.uneven)
-        self._chunk_bytes, self._alone = (
-            config.chunk_bytes or LOCAL_CHUNK_BYTES,
-            single_worker.Tensors(),
-        )
+        self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
+        self._alone = single_worker.Tensors()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see algorithms/held_parameters.py
         self.tallies: list[Callable[[], dict[str, float]]] = []  # what else statistics() counts
@@ -651,8 +649,8 @@ class Session(ForgetMixin):
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
         """Return the root's object on all workers; blocks, and never unpickles anything.
 
-        Carries what collectives/objects.py can, of 64 MiB at most among several; else TypeError on
-        all.
+        Carries what collectives/objects.py can, 64 MiB at most among several workers; raises
+        TypeError on all for anything else.
         """
         self.check_usable()
         root_rank = self._checked_root(root_rank)

@@ -29,7 +29,7 @@ cdef struct LinkOps:
 # more. Filled in by whoever returns credit, one thread at a time.
 cdef struct Gauge:
     bint is_on                  # the credit follows; set once
-    bint is_held                # except for now: set_credit() gave one
+    bint is_held                # set_credit() gave one, for now
     int64_t asked               # when a chunk left a link that had nothing out; 0: none under way
     int64_t response_ns         # the shortest time until it was back; 0: not known yet
     int64_t counted_since       # the window in which bytes that come back are counted; 0: none

@@ -3,11 +3,11 @@
 
 PeerTable decides which of two members' connections becomes the one link between them: both may
 dial at once, and then the connection of the member with the lower number stays; it refuses the
-other's, which is accepted where nobody dials. A PeerLinks listens; what comes in for the store
-goes there, what peers dial goes, as what it dials itself, to the owner of peer links, who knows
-each peer by its number in the job. Threads: whoever asks for a link, the doors' own, and those of
-the transports. Ways: a Unix socket on one host, RDMA where both ends have a device and settings
-allow it, else TCP, which also takes the place of a link by RDMA over which nothing came.
+other's, which is accepted where nobody dials. A PeerLinks object listens; what comes in for the
+store goes there, what peers dial goes, as what it dials itself, to the owner of peer links, who
+knows each peer by its number in the job. Threads: whoever asks for a link, the doors' own, and
+those of the transports. Ways: a Unix socket on one host, RDMA where both ends have a device and
+settings allow it, else TCP, which also takes the place of a link by RDMA over which nothing came.
 """
 
 from __future__ import annotations

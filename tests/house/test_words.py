@@ -29,7 +29,7 @@ GONE = re.compile(
     r"|set_deaf|sit_down|leave_seats|OF_SENDER|OF_RECEIVER|UNHEARD)\b"
 )
 SUBJECT = re.compile(r"[a-z][a-z0-9_ ,./-]*: [a-z0-9`_]\S*( .*)?")
-SUBJECTS_SINCE = "58c6c80a57d4152fa8050030e330debe2fc8eafa"
+SUBJECTS_SINCE = "7c6899838d1654a5a1c524cbf3485348f4375794"
 MOST_CHARACTERS = 72
 
 
