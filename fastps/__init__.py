@@ -517,7 +517,7 @@ def push_pull_async(
     compression: Choice = None,
     learning_rate: float | None = None,
     rule: RuleChoice = None,
-) -> Handle:
+) -> Handle[Any]:
     """Start push_pull() and give a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.

@@ -21,11 +21,10 @@ from fastps.byzantine.updates import UpdateHeader
 from fastps.contract.compression import Choice
 from fastps.contract.contract import ANY_STALENESS, Givers, Policy
 from fastps.errors import ConfigError, StallError
-from fastps.ops.start import MappedHandle
 from fastps.session.current import current, known
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, pair
 from fastps.types import DType, ReduceOp, dtype_of
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, MappedHandle, Waitable
 
 if TYPE_CHECKING:
     from fastps.session.session import Session

@@ -19,10 +19,9 @@ import numpy as np
 from fastps.contract.compression import Choice
 from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy
 from fastps.errors import ConfigError
-from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType, dtype_of
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array, Handle, MappedHandle
 
 # lambda; lambda_0 and decay with what adapts; "adaptive": 2 and 0.95, of the paper's section 6.1
 Compensating: TypeAlias = float | Literal["adaptive"] | Compensation
@@ -129,9 +128,9 @@ class ServerParameters:
                 np.add(array, delta, out=array)
         return MappedHandle([], lambda _: self.arrays)
 
-    def _start(self, deltas: Sequence[Array | None], rate: float | None) -> list[Handle]:
+    def _start(self, deltas: Sequence[Array | None], rate: float | None) -> list[Handle[Any]]:
         """Push what is given, and read the rest."""
-        flights: list[Handle] = []
+        flights: list[Handle[Any]] = []
         places = [place for place, delta in enumerate(deltas) if delta is not None]
         others = [place for place, delta in enumerate(deltas) if delta is None]
         outs = [

@@ -17,10 +17,9 @@ from fastps.algorithms import outer as optimizers
 from fastps.contract.compression import Choice
 from fastps.contract.contract import JOIN, Policy
 from fastps.contract.rule import Choice as Rule
-from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, MappedHandle, Waitable
 
 FRESH = -1.0  # what rank 0 says with a value that nothing was done to
 

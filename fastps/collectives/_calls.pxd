@@ -5,7 +5,6 @@ from libc.stdint cimport int64_t
 cpdef int64_t current_epoch() noexcept
 
 cdef class Calls:
-    cdef frozenset same
     cdef dict known
     cdef find(self, tuple args, dict options, list arrays)
     cdef tuple key_of(self, tuple args, dict options, list arrays)

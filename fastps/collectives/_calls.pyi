@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Sequence
-from typing import Any, Final, Self, final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, ParamSpec, Self, TypeVar, final
 
 from fastps.collectives._exchange import Operation
+from fastps.worker.handle import Handle
+
+P = ParamSpec("P")
+H = TypeVar("H", bound=Handle[Any])
 
 CACHE_MISS: Final[object]
 
+class MeanwhileError(Exception):
+    def __init__(self, operation: Operation, result: Any) -> None: ...
+    operation: Operation
+    result: Any
+
 def invalidate_call_cache() -> None: ...
 def current_epoch() -> int: ...
+def tell_apart(*types: type[Any]) -> None: ...
+def cached(start: Callable[P, H]) -> Callable[P, H]: ...
 
 @final
 class Calls:
-    def __new__(cls, *same: type[Any]) -> Self: ...
+    def __new__(cls) -> Self: ...
     def again(self, args: tuple[Any, ...], options: dict[str, Any]) -> Any: ...
     def begin(
         self, args: tuple[Any, ...], options: dict[str, Any]

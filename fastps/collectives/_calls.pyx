@@ -14,6 +14,8 @@ any, with the GIL.
 cimport cython
 from libc.stdint cimport int64_t
 
+import functools
+
 import numpy as np
 
 cdef enum:
@@ -23,6 +25,21 @@ CACHE_MISS = object()
 cdef type ndarray = np.ndarray
 cdef list everything = []       # what is known of each function
 cdef int64_t changes = 0
+cdef set identities = set()     # types of which each object is told apart by what it is
+
+
+class MeanwhileError(Exception):
+    """A call that was made again went well, and something changed while it was under way."""
+
+    def __init__(self, operation, result):
+        super().__init__(operation.name)
+        self.operation = operation
+        self.result = result
+
+
+def tell_apart(*types):
+    """Let calls differ by which object of a type is given, not by what it holds."""
+    identities.update(types)
 
 
 def invalidate_call_cache():
@@ -40,13 +57,9 @@ cpdef int64_t current_epoch() noexcept:
 
 @cython.final
 cdef class Calls:
-    """Those of one function, which lives as long as the process.
+    """Those of one function, which lives as long as the process."""
 
-    same: types whose instances are told apart by what they are, not by what they hold.
-    """
-
-    def __cinit__(self, *same):
-        self.same = frozenset(same)
+    def __cinit__(self):
         self.known = {}
         everything.append(self)
 
@@ -114,7 +127,7 @@ cdef class Calls:
             parts.append(given.dtype)
             return True
         parts.append(given)
-        return given is None or kind is str or kind is int or kind in self.same or (
+        return given is None or kind is str or kind is int or kind in identities or (
             kind is tuple and is_plain(given))
 
 
@@ -124,3 +137,25 @@ cdef bint is_plain(tuple given) except -1:
         if type(one) is not int and not (type(one) is tuple and is_plain(one)):
             return False
     return True
+
+
+def cached(start):
+    """Have what starts an operation begin at once what it began before.
+
+    start: returns a Handle; on its way to the operation it checks all that was given to it.
+    """
+    cdef Calls calls = Calls()
+
+    @functools.wraps(start)
+    def run(*args, **options):
+        begun = calls.begin(args, options)
+        if begun is not None:
+            return begun[0].group.handle_of(*begun)
+        before = current_epoch()
+        handle = start(*args, **options)
+        operations = handle.operations
+        if operations:
+            handle.then(lambda result: calls.remember(args, options, result, operations, before))
+        return handle
+
+    return run

@@ -16,8 +16,9 @@ from fastps.collectives._exchange cimport Exchange, Operation, Program, Task
 
 import numpy as np
 
-from fastps.collectives import _calls, group_base
-from fastps.collectives.group_handle import MeanwhileError, SizesDifferError
+from fastps.collectives import group_base
+from fastps.collectives._calls import CACHE_MISS, MeanwhileError
+from fastps.collectives.size_cache import SizesDifferError
 
 cdef enum:
     NOTHING = -1                # in place of an array
@@ -115,12 +116,12 @@ cdef class Repeated:
         """
         begun = self.begin(arrays, before)
         if begun is None:
-            return _calls.CACHE_MISS
+            return CACHE_MISS
         operation, result = begun
         try:
             self.group.finish(operation)
         except SizesDifferError:
-            return _calls.CACHE_MISS
+            return CACHE_MISS
         if current_epoch() != before:
             raise MeanwhileError(operation, result)
         return result

@@ -8,52 +8,27 @@ operations without a name have to be started in one order, the same on all membe
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastps.collectives import schedule as plans
-from fastps.collectives._calls import Calls, current_epoch
+from fastps.collectives._calls import cached, tell_apart
 from fastps.collectives.descriptions import Brought, brought_of
 from fastps.collectives.group_base import MANY_KINDS, GroupBase, ReadyKind
-from fastps.collectives.group_handle import GroupHandle
 from fastps.collectives.overlap import check_arrays, is_apart
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
 from fastps.errors import ArgumentError
 from fastps.types import DType, Op, ReduceOp
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
     from fastps.collectives._repeated import Repeated
 
 ANYBODY = -1
-
-P = ParamSpec("P")
-
-
-def cached_start(
-    start: Callable[Concatenate[Group, P], GroupHandle],
-) -> Callable[Concatenate[Group, P], GroupHandle]:
-    """Have an operation of a group begin without all checks where one like it went well before."""
-    calls = Calls(Op, DType)
-
-    @functools.wraps(start)
-    def run(self: Group, /, *args: P.args, **options: P.kwargs) -> GroupHandle:
-        key = (id(self), *args)  # what is known of a call keeps its group
-        begun = calls.begin(key, options)
-        if begun is not None:
-            return self.promise(*begun)
-        before, promise = current_epoch(), start(self, *args, **options)
-        operations = promise.operations
-
-        return promise.then(lambda found: calls.remember(key, options, found, operations, before))
-
-    return run
-
 
 _NEIGHBOR_RULES = {
     "neighbor_allgather": None, "neighbor_coded": None,
@@ -76,7 +51,7 @@ class Group(GroupBase):
 
     # ---- operations of all members ----
 
-    @cached_start
+    @cached
     def allreduce(
         self,
         array: Array,
@@ -88,7 +63,7 @@ class Group(GroupBase):
         divisor: int | None = None,
         priority: int = 0,
         brought: Brought = (),
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to reduce the arrays of all members, by a sum or another op, on all.
 
         out: None for a new array, array itself for in place. divisor: what a sum is divided by,
@@ -106,7 +81,7 @@ class Group(GroupBase):
             op=op, name=name, dtype=dtype, divisor=divisor, priority=priority, brought=brought,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def reduce(
         self,
         array: Array,
@@ -116,7 +91,7 @@ class Group(GroupBase):
         op: Op = Op.AVERAGE,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to reduce the arrays of all members on the root; others' out is not written."""
         root = self._member(root, "root")
         if self.rank != root:
@@ -134,7 +109,7 @@ class Group(GroupBase):
             op=op, name=name, dtype=dtype, root=root,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def reducescatter(
         self,
         array: Array,
@@ -145,7 +120,7 @@ class Group(GroupBase):
         name: str | None = None,
         dtype: DType | None = None,
         brought: Brought = (),
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to reduce the arrays of all members, each member's block on that member.
 
         counts: elements of each member's block; None: even, and the array's size is divisible.
@@ -162,7 +137,7 @@ class Group(GroupBase):
             op=op, name=name, dtype=dtype, brought=brought,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def allgather(
         self,
         array: Array,
@@ -172,7 +147,7 @@ class Group(GroupBase):
         name: str | None = None,
         dtype: DType | None = None,
         brought: Brought = (),
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to gather the arrays of all members, concatenated, on all.
 
         counts: elements of each member's array; None: all as many as ours. An array that lies in
@@ -190,7 +165,7 @@ class Group(GroupBase):
             name=name, dtype=dtype, place=sum(sizes[: self.rank]), brought=brought,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def gather(
         self,
         array: Array,
@@ -200,7 +175,7 @@ class Group(GroupBase):
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to gather the arrays of all members on the root; counts as allgather()."""
         root = self._member(root, "root")
         sizes = [array.size] * self.size if counts is None else list(counts)
@@ -218,7 +193,7 @@ class Group(GroupBase):
             name=name, dtype=dtype, root=root,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def scatter(
         self,
         array: Array | None,
@@ -228,7 +203,7 @@ class Group(GroupBase):
         counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to scatter the root's array, a block to each member; counts: elements of each."""
         root = self._member(root, "root")
         sizes = [out.size] * self.size if counts is None else list(counts)
@@ -246,7 +221,7 @@ class Group(GroupBase):
             name=name, dtype=dtype, root=root, like=out,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def alltoall(
         self,
         array: Array,
@@ -256,7 +231,7 @@ class Group(GroupBase):
         receive_counts: Sequence[int] | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to send each member its block, and receive those of all in their order.
 
         send_counts: elements of our array for each member; receive_counts: those that each has
@@ -274,10 +249,10 @@ class Group(GroupBase):
             name=name, dtype=dtype,
         )  # fmt: skip
 
-    @cached_start
+    @cached
     def broadcast(
         self, array: Array, *, root: int, name: str | None = None, dtype: DType | None = None
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to copy the root's array into everybody's, in place."""
         root = self._member(root, "root")
         is_root = self.rank == root
@@ -289,8 +264,8 @@ class Group(GroupBase):
             name=name, dtype=dtype, result=array, root=root,
         )  # fmt: skip
 
-    @cached_start
-    def barrier(self, *, name: str | None = None) -> GroupHandle:
+    @cached
+    def barrier(self, *, name: str | None = None) -> OperationHandle:
         """Start to wait until every member has begun."""
         return self._move(
             ("barrier",), None, None, lambda: plans.barrier(self.rank, self.size),
@@ -311,12 +286,12 @@ class Group(GroupBase):
         divisor: int = 1,
         weights: Sequence[float] = (),
         goes_on: bool = False,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start what a schedule says; every member does, though it may have nothing to do.
 
         key: one of KINDS, and all that the schedule follows from. divisor: of folds without
         weights; how many a trimmed mean leaves out at each end. goes_on: messages of members
-        that are lost are left out, and the promise tells whose.
+        that are lost are left out, and the handle names them.
         """
         if np.may_share_memory(array, out):
             raise ValueError("array and out overlap; use two")
@@ -331,11 +306,11 @@ class Group(GroupBase):
 
     # ---- operations of two ----
 
-    @cached_start
+    @cached
     def send(
         self, array: Array, target: int, *, tag: int = 0, dtype: DType | None = None,
         priority: int = 0,
-    ) -> GroupHandle:  # fmt: skip
+    ) -> OperationHandle:  # fmt: skip
         """Start to send an array to a member; done when it may be changed again.
 
         Messages of two members with one tag arrive in the order in which they were sent; of
@@ -344,10 +319,10 @@ class Group(GroupBase):
         peer = self._member(target, "target")
         return self._message(Kind.SEND, array, peer, tag, dtype, priority)
 
-    @cached_start
+    @cached
     def receive(
         self, out: Array, source: int | None = None, *, tag: int = 0, dtype: DType | None = None
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to receive an array of just this size; None: from whoever sends first.
 
         The handle's `source` tells who that was, when it is done.
@@ -358,7 +333,7 @@ class Group(GroupBase):
     def _message(
         self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None,
         priority: int = 0,
-    ) -> GroupHandle:  # fmt: skip
+    ) -> OperationHandle:  # fmt: skip
         if array.nbytes > plans.MAX_MESSAGE_BYTES:
             return self._messages(kind, array, peer, tag, dtype, priority)
         key = kind, array.nbytes, peer, operator.index(tag), array.dtype, dtype
@@ -369,7 +344,7 @@ class Group(GroupBase):
         operation = self._launch(
             ready, channel, label, source, out, priority=priority, is_numbered=True
         )
-        return self._host.promise([operation], array, self._explain, self.ranks)
+        return self._handle((operation,), array)
 
     def _route(
         self, kind: Kind, nbytes: int, peer: int, tag: int, kept: np.dtype[Any],
@@ -392,7 +367,7 @@ class Group(GroupBase):
 
     def _messages(
         self, kind: Kind, array: Array, peer: int, tag: int, dtype: DType | None, priority: int
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Send or receive what is too long for one message, in several."""
         if peer == ANYBODY:
             raise ValueError(f"name the source of {array.nbytes} bytes: they are several messages")
@@ -402,7 +377,7 @@ class Group(GroupBase):
             for start in range(0, flat.size, step)
         ]
         operations = [operation for part in parts for operation in part.operations]
-        return self._host.promise(operations, array, self._explain, self.ranks)
+        return self._handle(operations, array)
 
     # ---- starting ----
 
@@ -421,7 +396,7 @@ class Group(GroupBase):
         priority: int = 0,
         brought: Brought = (),
         root: int = -1,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start an operation that sums."""
         code = self._dtype(array, dtype)
         if not isinstance(op, Op):
@@ -459,7 +434,7 @@ class Group(GroupBase):
         root: int = -1,
         like: Array | None = None,
         brought: Brought = (),
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start an operation that moves bytes; place: element of out where ours may lie.
 
         like: what others bring the like of, if it is not the array.
@@ -504,3 +479,6 @@ class Group(GroupBase):
 
     def _bytes(self, counts: Sequence[int], array: Array) -> list[int]:
         return [count * array.itemsize for count in counts]
+
+
+tell_apart(Op, DType, Group)

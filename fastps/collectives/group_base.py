@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastps.collectives import schedule as plans
 from fastps.collectives.channels import Channels, Part, is_single, whole_of
 from fastps.collectives.descriptions import About, Brought, form_of, rows_of
-from fastps.collectives.group_handle import GroupHandle, SizesDifferError
 from fastps.collectives.overlap import check_arrays, copy_alone, is_apart
 from fastps.collectives.schedule import Schedule
-from fastps.collectives.size_cache import SizeCache, SizeGuess
+from fastps.collectives.size_cache import SizeCache, SizeGuess, SizesDifferError
 from fastps.collectives.staged import Line, Staged, Stages, run
 from fastps.errors import (
     DuplicateNameError,
@@ -29,7 +28,7 @@ from fastps.errors import (
     TransportError,
 )
 from fastps.types import DType, ReduceOp, dtype_of
-from fastps.worker.handle import Array, Outcome
+from fastps.worker.handle import Array, Handle, OperationHandle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,6 +90,7 @@ class GroupBase:
         self.is_on_one_machine = len(set(self.machines)) == 1
         self._kinds: dict[object, ReadyKind] = {}
         self._routes: dict[tuple[object, ...], tuple[ReadyKind, int, str]] = {}  # of messages
+        self._waiting = host.waiting(self._explain)
         self.channels = Channels(self.key)
         self.steady = SizeCache()
         self.gate, self.is_removed = threading.RLock(), False
@@ -118,14 +118,14 @@ class GroupBase:
         goes_on: bool = False,
         brought: Brought = (),
         root: int = -1,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         check_arrays(label, array, out)
         self._host.check_usable()
         if name is not None:
             self._check_name(name)
         if self.size == 1:
             copy_alone(make(), array, out)
-            return self._host.promise((), result, self._explain, self.ranks)
+            return self._handle((), result)
         key = (*key, "weighted", rule, dtype) if weights else (*key, rule, dtype)
         kind = self._kind(
             key, make, rule, dtype, is_weighted=bool(weights),
@@ -139,15 +139,22 @@ class GroupBase:
         )  # fmt: skip
         if not is_numbered:
             self._note(operation, About(self, name, key, divisor, brought, rule, root))
-        return self.promise(operation, result)
+        return self.handle_of(operation, result)
 
-    def promise(self, operation: Operation, result: Array | None) -> GroupHandle:
-        """Make the handle of an operation that has begun."""
+    def handle_of(self, operation: Operation, result: Array | None) -> OperationHandle:
+        """Return the handle of an operation that has begun."""
         about: About | None = operation.about
-        return self._host.promise(
-            [operation], result, self._explain, self.ranks,
-            is_average=about is not None and about.divisor != 1,
-        )  # fmt: skip
+        is_average = about is not None and about.divisor != 1
+        return self._handle((operation,), result, is_average=is_average)
+
+    def _handle(
+        self, operations: Sequence[Operation], result: Array | None, *, is_average: bool = False
+    ) -> OperationHandle:
+        handle = OperationHandle(
+            operations, (result,), self._waiting, is_single=True, is_average=is_average
+        )
+        handle.operations = operations
+        return handle
 
     def _launch(
         self, kind: ReadyKind, channel: int, label: str, array: Any, out: Any, **how: Any
@@ -234,11 +241,11 @@ class GroupBase:
 
     # ---- what consists of several exchanges: row_counts.py and ops/start.py need it ----
 
-    def follow(self, name: str | None, stages: Stages) -> Outcome[Any]:
+    def follow(self, name: str | None, stages: Stages) -> Handle[Any]:
         """Start an operation, and give its handle; what follows begins by itself."""
         return run(self, stages) if self.size == 1 else self._host.lines.begin(self, name, stages)
 
-    def run(self, name: str | None, stages: Stages) -> Outcome[Any]:
+    def run(self, name: str | None, stages: Stages) -> Handle[Any]:
         """Do an operation, and give the handle of its last exchange; blocks."""
         if not self.is_lined(name):
             return run(self, stages)
@@ -255,11 +262,12 @@ class GroupBase:
     @property
     def timeout_s(self) -> float:
         """How long an operation may take."""
-        return self._host.timeout_s
+        return self._waiting.timeout_s
 
     def wait_until_over(self, operation: Operation, left_s: float, limit_s: float) -> None:
         """Wait for an exchange for left_s; StallError, as of limit_s, if it is not over then."""
-        self._host.wait_until_over(operation, self._explain, left_s, limit_s)
+        if self._waiting.wait(operation, left_s) is None:
+            raise self._explain(operation, 0, None, limit_s)
 
     def exchange_sizes(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
@@ -339,7 +347,9 @@ class GroupBase:
     def finish(self, operation: Operation) -> None:
         """Wait for an operation that needs no handle; raises as that, and SizesDifferError."""
         try:
-            self._host.wait(operation, self._explain)
+            limit_s = self._waiting.timeout_s
+            if (status := self._waiting.wait(operation, limit_s)) != Status.OK:
+                raise self._explain(operation, 0, status, limit_s)
         except SizesDifferError:
             self.steady.missed(operation.guess.key)
             raise

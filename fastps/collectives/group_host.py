@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from fastps.errors import FastPSError
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Explain, Waiting
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
     from fastps.collectives.descriptions import Membership
-    from fastps.collectives.group_handle import GroupHandle
     from fastps.collectives.staged import Lines
-
-# Words the failure of an operation: its place in the handle, status, seconds
-Explain: TypeAlias = "Callable[[Operation, int, int | None, float], FastPSError]"
 
 
 class GroupContext(Protocol):
@@ -52,31 +48,11 @@ class GroupContext(Protocol):
         """Raise MismatchError for a name that has failed for all workers."""
 
     @property
-    def timeout_s(self) -> float:
-        """How long an operation may take."""
-
-    @property
     def lines(self) -> Lines:
         """What lets operations of several exchanges go on."""
 
-    def wait_until_over(
-        self, operation: Operation, explain: Explain, left_s: float, limit_s: float
-    ) -> None:
-        """Wait for an operation for left_s; StallError, as of limit_s, if it is not over then."""
-
-    def promise(
-        self,
-        operations: Sequence[Operation],
-        output: Array | None,
-        explain: Explain,
-        members: Sequence[int],
-        *,
-        is_average: bool = False,
-    ) -> GroupHandle:
-        """Make the handle of an operation."""
-
-    def wait(self, operation: Operation, explain: Explain) -> None:
-        """Wait for an operation that needs no handle."""
+    def waiting(self, explain: Explain) -> Waiting:
+        """Return what handles of a group need to wait for its operations."""
 
     def keep(self, operation: Operation) -> None:
         """Keep what may be over here before those know of it who have run out of data."""

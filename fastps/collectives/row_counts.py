@@ -17,10 +17,10 @@ import numpy as np
 
 from fastps.collectives.channels import rest_of
 from fastps.collectives.descriptions import Brought, brought_of, form_of, rows_of
-from fastps.collectives.group_handle import SizesDifferError
-from fastps.collectives.staged import Made, Stages
+from fastps.collectives.size_cache import SizesDifferError
+from fastps.collectives.staged import Stages
 from fastps.types import DType
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, completed
 
 if TYPE_CHECKING:
     from fastps.collectives._eager_rows import Blocks
@@ -124,14 +124,14 @@ def row_counts_of_each(
     MismatchError on all members where they do not tell of as many arrays, or of other rows.
     """
     counts = [shape[0] for _, shape in brought]
-    promise = group.allgather(
+    handle = group.allgather(
         np.array([*counts, form_of(rows_of(brought))], np.int64),
         name=name, brought=brought,
     )  # fmt: skip
-    yield from promise.operations
-    told = np.asarray(promise.wait()).reshape(group.size, len(counts) + 1)
+    yield from handle.operations
+    told = np.asarray(handle.wait()).reshape(group.size, len(counts) + 1)
     if len(set(told[:, -1].tolist())) > 1:
-        raise group.differing(promise.operations[0])
+        raise group.differing(handle.operations[0])
     by_array: list[list[int]] = told[:, :-1].T.tolist()
     return by_array
 
@@ -150,9 +150,9 @@ def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
         if told.is_whole:
             told.land(whole)
         else:
-            promise = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
-            yield from promise.operations
-        return Made((whole.tobytes(), told.counts))
+            handle = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
+            yield from handle.operations
+        return completed((whole.tobytes(), told.counts))
 
     everything, counts = group.run(name, exchange()).wait()
     found, start = [], 0

@@ -15,8 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from fastps.errors import MismatchError
+
 MANY = 512  # sizes that are remembered
 MOST_MISSES = 32
+
+
+class SizesDifferError(MismatchError):
+    """Members remembered other sizes: they ask each other, and no user sees this."""
 
 
 class SizeGuess:

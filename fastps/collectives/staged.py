@@ -19,12 +19,12 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from fastps.errors import ShutdownError
-from fastps.worker.handle import READY, Outcome
+from fastps.worker.handle import Handle
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
 
-Stages: TypeAlias = "Generator[Operation, None, Outcome[Any]]"
+Stages: TypeAlias = "Generator[Operation, None, Handle[Any]]"
 
 
 class StagedGroup(Protocol):
@@ -49,22 +49,14 @@ LOOK_S = 1.0  # after this the thread looks again, though the engine wakes it
 IDLE_S = 60.0  # after this without anything to do it ends, until there is something
 
 
-class Made(Outcome[Any]):
-    """A result that is there."""
-
-    def __init__(self, result: Any) -> None:
-        self._lock = threading.Lock()
-        self._state, self._outcome = READY, result
-
-
-class Staged(Outcome[Any]):
+class Staged(Handle[Any]):
     """The handle of an operation of several exchanges."""
 
     def __init__(self, group: StagedGroup, line: Line, stages: Stages, first: Operation) -> None:
         self._lock = threading.Lock()
         self.group, self._line, self._stages = group, line, stages
         self.operation = first  # the exchange that has to end before it goes on
-        self._last: Outcome[Any] | None = None  # the handle of the last exchange
+        self._last: Handle[Any] | None = None  # the handle of the last exchange
         self._error: BaseException | None = None
 
     @property
@@ -161,12 +153,12 @@ class Lines:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def begin(self, group: StagedGroup, name: str | None, stages: Stages) -> Outcome[Any]:
+    def begin(self, group: StagedGroup, name: str | None, stages: Stages) -> Handle[Any]:
         """Start an operation, and return its handle at once."""
         try:
             first = next(stages)
         except StopIteration as end:
-            last: Outcome[Any] = end.value
+            last: Handle[Any] = end.value
             return last
         line = group.lines.setdefault(name or "", Line(self))
         staged = Staged(group, line, stages, first)
@@ -223,14 +215,14 @@ class Lines:
             line.close()
 
 
-def run(group: StagedGroup, stages: Stages) -> Outcome[Any]:
+def run(group: StagedGroup, stages: Stages) -> Handle[Any]:
     """Do the exchanges of an operation, and return the handle of the last; blocks."""
     try:
         operation = next(stages)
         while True:
             operation = resume(group, stages, operation)
     except StopIteration as end:
-        last: Outcome[Any] = end.value
+        last: Handle[Any] = end.value
         return last
 
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives.group import Group
-from fastps.collectives.group_handle import GroupHandle
 from fastps.contract.codec import Coding, Option
 from fastps.errors import ArgumentError
 from fastps.graph import schedule as plans
@@ -32,7 +31,7 @@ from fastps.graph.survivor_weights import is_of_columns, redirected, renormalise
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
 from fastps.types import DType, ReduceOp, dtype_of
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
     from fastps.graph.edge_codecs import CodedNames
@@ -107,7 +106,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to mix our array with those of neighbours, or to combine them by a rule."""
         group = self._group
         how = mixing(self.graph, group.rank, self_weight, src_weights, dst_weights,
@@ -134,7 +133,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> tuple[GroupHandle, Callable[[], Array]]:
+    ) -> tuple[OperationHandle, Callable[[], Array]]:
         """Start to gather what neighbours have; when it is there, the second puts it into out.
 
         So a rule may look at whole arrays, and who is lost midway is left out with all it has.
@@ -150,11 +149,11 @@ class Neighbors:
     def _combine(
         self, group: Group, how: Mixing, array: Array, out: Array, rule: Rule | None,
         name: str | None, dtype: DType | None, *, keeps_row: bool = True,
-    ) -> tuple[GroupHandle, Callable[[], Array]]:  # fmt: skip
+    ) -> tuple[OperationHandle, Callable[[], Array]]:  # fmt: skip
         edges, code = how.edges, _floats(array, dtype)
         heard, count = [*edges.sources, *edges.ignored], len(edges.sources) + 1
         rows = np.empty((len(heard), array.size), array.dtype)
-        promise = group.among_neighbors(
+        handle = group.among_neighbors(
             ("neighbor_gather", array.nbytes, *edges),
             lambda: plans.neighbor_allgather(
                 group.rank, edges, array.nbytes, [array.nbytes] * len(heard), heard),
@@ -168,7 +167,7 @@ class Neighbors:
         members.insert(own, group.rank)
 
         def finish() -> Array:
-            missed = promise.missed
+            missed = handle.missed
             is_there = [one not in missed for one in members]
             left = list(itertools.compress(arrays, is_there))
             shares = (
@@ -179,7 +178,7 @@ class Neighbors:
             place = own - is_there[:own].count(False)
             return _finish_mix(rule, left, place, shares, out, code, is_mean=edges.is_mean)
 
-        return promise, finish
+        return handle, finish
 
     def coded(
         self,
@@ -195,7 +194,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> tuple[GroupHandle, Callable[[], Array]]:
+    ) -> tuple[OperationHandle, Callable[[], Array]]:
         """Start to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
         from fastps.graph import edge_codecs  # noqa: PLC0415  (few jobs need it)
 
@@ -211,7 +210,7 @@ class Neighbors:
         blocks, places, own = kept.encode(x, targets, group.gone())
         rows = np.empty((len(heard), kept.stride), np.uint8)
         edges = how.edges._replace(targets=tuple(zip(targets, places, strict=True)))
-        promise = group.among_neighbors(
+        handle = group.among_neighbors(
             ("neighbor_coded", kept.wire_bytes, *edges),
             lambda: plans.neighbor_exchange(me, edges, kept.wire_bytes, kept.stride, heard),
             blocks, rows, name=name, dtype=DType.UINT8, goes_on=self.goes_on,
@@ -220,7 +219,7 @@ class Neighbors:
         weights = how.weights or (1 / len(members),) * len(members)
 
         def finish() -> Array:
-            found = edge_codecs.finish_coded(kept, rows, heard, promise.missed)
+            found = edge_codecs.finish_coded(kept, rows, heard, handle.missed)
             found = {one: found[one] for one in edges.sources if one in found}
             order, arrays, place = edge_codecs.in_order(found, x, me)
             shares = renormalised(weights, [one in order for one in members])
@@ -233,7 +232,7 @@ class Neighbors:
             edge_codecs.narrowed(result, out, code)
             return out
 
-        return promise, finish
+        return handle, finish
 
     def pair_gossip(
         self,
@@ -245,7 +244,7 @@ class Neighbors:
         pair_weight: float | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to mix our array with that of one other worker, who calls it too."""
         group, how = self._pair_mixing(target, self_weight, pair_weight)
         return _start_mix(group, how, array, out, name, dtype)
@@ -260,7 +259,7 @@ class Neighbors:
         pair_weight: float | None = None,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> tuple[GroupHandle, Callable[[], Array]]:
+    ) -> tuple[OperationHandle, Callable[[], Array]]:
         """Start pair_gossip() with one that may be lost: then ours is all there is."""
         group, how = self._pair_mixing(target, self_weight, pair_weight)
         return self._combine(group, how, array, out, None, name, dtype)
@@ -289,7 +288,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to mix the average of our machine with those of neighbouring machines.
 
         Of those that are left, when it begins; it fails if another one is lost meanwhile.
@@ -326,7 +325,7 @@ class Neighbors:
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to gather the arrays of sources, in that order; counts: elements of each."""
         group = self._group
         edges = Edges((), tuple((one, -1) for one in targets), is_checked=is_checked)
@@ -378,7 +377,7 @@ def _check_coded(coding: Coding, how: Mixing, rule: Rule | None) -> None:
 
 def _start_mix(
     group: Group, how: Mixing, array: Array, out: Array, name: str | None, dtype: DType | None
-) -> GroupHandle:
+) -> OperationHandle:
     edges, code = how.edges, _floats(array, dtype)
     if group.size == 1:
         return _alone(group, how, array, out, code)
@@ -392,7 +391,7 @@ def _start_mix(
 def _start_trimmed(
     group: Group, how: Mixing, rule: OrderRule, array: Array, out: Array, name: str | None,
     dtype: DType | None,
-) -> GroupHandle:  # fmt: skip
+) -> OperationHandle:  # fmt: skip
     """Start to combine; weights say only whose arrays, and what is sent."""
     edges, code = how.edges._replace(is_mean=True), _floats(array, dtype)
     trim = rule.trim_of(len(edges.sources) + 1)
@@ -451,12 +450,12 @@ def _run(kernel: int, arrays: Sequence[Array], target: Any, count: int, args: An
     _RULE(kernel)(addresses, len(arrays), target, count, ctypes.byref(args))
 
 
-def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> GroupHandle:
+def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> OperationHandle:
     """Do the operation of a job of one: what is our own has a weight too."""
-    promise = group.allreduce(array, out, dtype=code)  # copies
+    handle = group.allreduce(array, out, dtype=code)  # copies
     if how.weights:
         from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
         kernel, weight = reduce_kernel(ReduceOp.MIX, code), ctypes.c_double(how.weights[0])
         _run(kernel, [out], out.ctypes.data, out.size, weight)
-    return promise
+    return handle

@@ -21,9 +21,9 @@ from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
     from fastps.collectives.group import Group
-    from fastps.collectives.group_handle import GroupHandle
+    from fastps.worker.handle import OperationHandle
 
-Start: TypeAlias = "Callable[[Group], GroupHandle]"
+Start: TypeAlias = "Callable[[Group], OperationHandle]"
 Gather: TypeAlias = "Callable[[Group, int, str], Sequence[int]]"
 
 
@@ -39,7 +39,7 @@ class Agreed:
     ) -> None:
         self._group, self._living, self._gather, self._name = everybody, living, gather, name
         self._starts: list[Start] = []
-        self._flights: list[GroupHandle | PeerLostError] = []  # an error: could not begin
+        self._flights: list[OperationHandle | PeerLostError] = []  # an error: could not begin
         self._round = 0
         self._had = 0  # the last round whose results are here
 
@@ -66,7 +66,7 @@ class Agreed:
             self._starts.clear()
         return self._group.ranks
 
-    def _begin(self, start: Start) -> GroupHandle | PeerLostError:
+    def _begin(self, start: Start) -> OperationHandle | PeerLostError:
         gone = [self._group.ranks[index] for index in self._group.gone()]
         if gone:
             return PeerLostError(f"{self._name}: worker {gone[0]} is lost, or has left")
@@ -111,7 +111,7 @@ class Agreed:
 def broadcasting(array: Array, code: DType, root_rank: int, name: str) -> Start:
     """Return what begins a broadcast; it raises PeerLostError where the root is lost."""
 
-    def start(group: Group) -> GroupHandle:
+    def start(group: Group) -> OperationHandle:
         if root_rank not in group.ranks:
             raise PeerLostError(
                 f"broadcast: worker {root_rank}, which has the values, is lost: name another "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,7 +18,6 @@ import numpy as np
 
 from fastps.collectives._exchange import Exchange
 from fastps.collectives.group import Group
-from fastps.collectives.group_handle import GroupHandle
 from fastps.config.words import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
@@ -27,7 +26,7 @@ from fastps.graph.survivor_weights import renormalised
 from fastps.graph.weights import Graph, Targets
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker._engine import WorkerEngine
-from fastps.worker.handle import Array
+from fastps.worker.handle import Array, Explain, OperationHandle, Waiting
 
 if TYPE_CHECKING:
     from fastps.transport._shm import Mapping as Memory
@@ -53,13 +52,7 @@ class _Host(Protocol):
     def living(self) -> Group: ...
     def gather(self, obj: Any, name: str) -> dict[int, Any]: ...
     def check_usable(self) -> None: ...
-    def promise(
-        self,
-        operations: Sequence[Any],
-        output: Array,
-        explain: Callable[[Any, int, int | None, float], FastPSError],
-        members: Sequence[int],
-    ) -> GroupHandle: ...
+    def waiting(self, explain: Explain) -> Waiting: ...
     def explain(self, operation: Any, status: int | None, timeout_s: float) -> FastPSError: ...
 
 
@@ -79,6 +72,7 @@ class WindowTable:
 
     def __init__(self, host: _Host, group: Group, neighbors: Neighbors) -> None:
         self._host, self._group, self._neighbors = host, group, neighbors
+        self._waiting = host.waiting(self._explain)
         self._own: Exchange | None = None  # of a job of one, which has no other
         if group.size == 1:
             engine = WorkerEngine(me=0, n_members=1, lanes={})
@@ -222,7 +216,7 @@ class WindowTable:
     def put(
         self, array: Array, name: str, *, adds: bool, self_weight: float | None,
         dst_weights: Targets | None, is_locked: bool, is_waited: bool, has_p: bool | None = None,
-    ) -> GroupHandle:  # fmt: skip
+    ) -> OperationHandle:  # fmt: skip
         """Start to put an array into neighbours' buffers, or to add it there.
 
         has_p: whether P travels with it; None: as it is turned on or off.
@@ -247,11 +241,11 @@ class WindowTable:
             has_p=self.has_p if has_p is None else has_p, is_inline=is_waited,
             timeout_s=self._host.timeout_s,
         )  # fmt: skip
-        return self._promise([action], array)
+        return self._handle([action], array)
 
     def get(
         self, name: str, src_weights: Targets | None, *, is_locked: bool, is_waited: bool
-    ) -> GroupHandle:
+    ) -> OperationHandle:
         """Start to replace our buffers of neighbours by their own arrays."""
         known = self.find(name)
         window = known.window
@@ -259,12 +253,12 @@ class WindowTable:
         self._check_weights(known, weights.values())
         action = window.get(weights, is_locked=is_locked, is_inline=is_waited,
                             timeout_s=self._host.timeout_s)  # fmt: skip
-        return self._promise([action], known.array)
+        return self._handle([action], known.array)
 
     def update(
         self, name: str, self_weight: float | None, weights: Mapping[int, float] | None,
         out: Array | None, *, resets: bool, is_locked: bool, has_p: bool | None = None,
-    ) -> GroupHandle:  # fmt: skip
+    ) -> OperationHandle:  # fmt: skip
         """Start to make our array, or out, of itself and of what neighbours have put."""
         known = self.find(name)
         if (self_weight is None) != (weights is None):
@@ -281,7 +275,7 @@ class WindowTable:
             resets=list(chosen) if resets else (), is_mean=is_mean, is_locked=is_locked,
             has_p=self.has_p if has_p is None else has_p, timeout_s=self._host.timeout_s,
         )  # fmt: skip
-        return self._promise([action], known.array if out is None else out)
+        return self._handle([action], known.array if out is None else out)
 
     def weights_of_those_left(self, name: str) -> tuple[float, dict[int, float]]:
         """Return our weight and the in-neighbours' of an update, divided anew among those left."""
@@ -291,10 +285,10 @@ class WindowTable:
         left = [one for one in known.weights if one not in lost]
         return own, dict(zip(left, others, strict=True))
 
-    def flush(self, name: str) -> GroupHandle:
-        """Return the promise that all that was started on a window has taken effect."""
+    def flush(self, name: str) -> OperationHandle:
+        """Return the handle of all that was started on a window."""
         known = self.find(name)
-        return self._promise(known.window.actions, known.array)
+        return self._handle(known.window.actions, known.array)
 
     @contextmanager
     def mutex(self, name: str, *, for_self: bool, ranks: Iterable[int] | None) -> Iterator[None]:
@@ -310,7 +304,7 @@ class WindowTable:
         action = window.lock(members, whom=some if for_self else None,
                              timeout_s=self._host.timeout_s)  # fmt: skip
         try:
-            self._promise([action], np.empty(0)).wait()
+            self._handle([action], np.empty(0)).wait()
             yield
         finally:
             action.unlock()
@@ -321,8 +315,8 @@ class WindowTable:
 
     # ---- ends ----
 
-    def _promise(self, actions: Sequence[WindowAction], output: Array) -> GroupHandle:
-        return self._host.promise(actions, output, self._explain, range(self._group.size))
+    def _handle(self, actions: Sequence[WindowAction], output: Array) -> OperationHandle:
+        return OperationHandle(actions, (output,), self._waiting, is_single=True)
 
     def _explain(
         self, action: WindowAction, _operation: int, status: int | None, timeout_s: float

@@ -17,12 +17,12 @@ from fastps.collectives.row_counts import gather_objects
 from fastps.contract.codec import PLAIN, Coding
 from fastps.contract.compression import Choice, coding_of
 from fastps.graph.rules import AdaptiveClipping, Rule, SelfCentredClipping
-from fastps.ops.start import MappedHandle, labels_of
+from fastps.ops.start import labels_of
 from fastps.session.array_checks import readable
 from fastps.session.current import current
 from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType, dtype_of
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, MappedHandle, Waitable
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
     from fastps.graph.neighbors import Neighbors

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 
-from fastps.collectives._calls import CACHE_MISS, Calls, current_epoch
-from fastps.collectives.group_handle import MeanwhileError
+from fastps.collectives._calls import (
+    CACHE_MISS,
+    Calls,
+    MeanwhileError,
+    cached,
+    current_epoch,
+)
 from fastps.ops.start import (
     Average,
-    CompletedHandle,
-    MappedHandle,
     Sum,
     start_allgather,
     start_allreduce,
@@ -37,66 +40,26 @@ from fastps.session.array_checks import check_output, check_targets, readable
 from fastps.session.current import current
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op, dtype_of
-from fastps.worker.handle import Array, Waitable, scale
+from fastps.worker.handle import Array, Handle, MappedHandle, scale
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
-    from fastps.collectives.group_handle import GroupHandle
 
 P = ParamSpec("P")
 T = TypeVar("T")
-L = TypeVar("L", bound=MappedHandle[Any])
-
-
-def cached_async(
-    make: Callable[[GroupHandle, Any], Any],
-) -> Callable[[Callable[P, L]], Callable[P, L]]:
-    """Have an _async form begin at once what it began before, as blocking() does.
-
-    make: its handle, of the operation's and of where the result will be.
-    """
-
-    def around(start: Callable[P, L]) -> Callable[P, L]:
-        calls = _calls()
-
-        @functools.wraps(start)
-        def run(*args: P.args, **options: P.kwargs) -> L:
-            begun = calls.begin(args, options)
-            if begun is not None:
-                found: L = make(begun[0].group.promise(*begun), begun[1])
-                return found
-            before = current_epoch()
-            later = start(*args, **options)
-            operations = later.operations
-            if operations:
-                later.then(lambda found: calls.remember(args, options, found, operations, before))
-            return later
-
-        return run
-
-    return around
-
-
-def _calls() -> Calls:
-    return Calls(Op, ProcessSet, type(global_process_set))
-
-
-def again(promise: GroupHandle, _: Any) -> GroupHandle:
-    """Return the promise of an operation that was begun again, whose output is the result."""
-    return promise
 
 
 def make_blocking(
-    start: Callable[P, MappedHandle[T]],
+    start: Callable[P, Handle[T]],
     words: str,
-    begin: Callable[P, MappedHandle[T]] | None = None,
+    begin: Callable[P, Handle[T]] | None = None,
 ) -> Callable[P, T]:
     """Make the form that waits of an operation's _async form; words: its docstring.
 
     begin: for what may begin otherwise, as somebody waits for it. What was called before, with
     arrays of the same shapes, does not go through all this once more; see collectives/_calls.pyx.
     """
-    calls, make = _calls(), begin or inspect.unwrap(start)
+    calls, make = Calls(), begin or inspect.unwrap(start)
 
     @functools.wraps(start)
     def run(*args: P.args, **options: P.kwargs) -> T:
@@ -119,7 +82,7 @@ def make_blocking(
 def _corrected(operation: Operation, result: Array | None) -> Array | None:
     """Correct an average that may lack somebody, as its handle does."""
     if result is not None:
-        operation.group.promise(operation, _wire(result)).wait()
+        operation.group.handle_of(operation, _wire(result)).wait()
     return result
 
 
@@ -142,7 +105,7 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     return session.uneven.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
 
 
-@cached_async(again)
+@cached
 def allreduce_async(
     tensor: Array,
     name: str | None = None,
@@ -153,17 +116,17 @@ def allreduce_async(
     out: Array | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Array]:
+) -> Handle[Array]:
     """Start allreduce() and give a handle for synchronize(); the arrays must not be changed."""
     source = _scaled(readable(tensor, name), prescale_factor)
     if out is not None:
         check_output("allreduce" if name is None else f"tensor {name!r}", source, out)
     wire = _sum_wire(source, op)
     target = None if out is None else wire if out is source else _wire(out)
-    flight = start_allreduce(
+    handle = start_allreduce(
         wire, target, op, name, process_set, priority=priority, factor=postscale_factor
     )
-    return _result(flight, source, out, is_plain=postscale_factor == 1.0)
+    return _result(handle, source, out)
 
 
 allreduce = make_blocking(
@@ -191,13 +154,13 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start grouped_allreduce() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     codes = [dtype_of(wire.dtype) for wire in wires]
-    flight = start_grouped(wires, op, name, process_set, codes, factor=postscale_factor)
-    return _results(flight, sources)
+    handle = start_grouped(wires, op, name, process_set, codes, factor=postscale_factor)
+    return _results(handle, sources)
 
 
 grouped_allreduce = make_blocking(
@@ -212,7 +175,7 @@ def allgather_async(
     *,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Array]:
+) -> Handle[Array]:
     """Start allgather()."""
     return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
 
@@ -224,11 +187,11 @@ def _allgather(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> MappedHandle[Array]:
+) -> Handle[Array]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
-    return _rows(flight, source, out)
+    handle, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
+    return _result(handle, source, out)
 
 
 allgather = make_blocking(
@@ -247,7 +210,7 @@ def grouped_allgather_async(
     name: str | None = None,
     *,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start grouped_allgather()."""
     return _grouped_allgather(tensors, name, process_set=process_set, is_awaited=False)
 
@@ -258,13 +221,13 @@ def _grouped_allgather(
     *,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     sources = [readable(tensor, name) for tensor in tensors]
     wires = [_rows_wire(source) for source in sources]
-    flight, _ = start_grouped_allgather(
+    handle, _ = start_grouped_allgather(
         wires, name, process_set, dtypes=[None] * len(wires), is_awaited=is_awaited
     )
-    return _results(flight, sources)
+    return _results(handle, sources)
 
 
 grouped_allgather = make_blocking(
@@ -274,7 +237,7 @@ grouped_allgather = make_blocking(
 )
 
 
-@cached_async(again)
+@cached
 def reducescatter_async(
     tensor: Array,
     name: str | None = None,
@@ -284,12 +247,12 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Array]:
+) -> Handle[Array]:
     """Start reducescatter() and give a handle for synchronize()."""
     source = _scaled(readable(tensor, name), prescale_factor)
     wire, to = _sum_wire(source, op), _out_wire(out, source, name)
-    flight = start_reducescatter(wire, op, name, process_set, out=to, factor=postscale_factor)
-    return _result(flight, source, out, is_plain=postscale_factor == 1.0)
+    handle = start_reducescatter(wire, op, name, process_set, out=to, factor=postscale_factor)
+    return _result(handle, source, out)
 
 
 reducescatter = make_blocking(
@@ -310,15 +273,15 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start grouped_reducescatter() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
     plain = [None] * len(wires)
-    flight = start_grouped_reducescatter(
+    handle = start_grouped_reducescatter(
         wires, op, name, process_set, dtypes=plain, factor=postscale_factor
     )
-    return _results(flight, sources)
+    return _results(handle, sources)
 
 
 grouped_reducescatter = make_blocking(
@@ -334,7 +297,7 @@ def alltoall_async(
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start alltoall()."""
     return _alltoall(tensor, splits, name=name, out=out, process_set=process_set, is_awaited=False)
 
@@ -347,13 +310,13 @@ def _alltoall(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight, received = start_alltoall(
+    handle, received = start_alltoall(
         wire, splits, name, process_set, out=to, is_awaited=is_awaited
     )
-    result = _rows(flight, source, out)
+    result = _result(handle, source, out)
     if splits is None:
         return result
     return MappedHandle([result], lambda found: (found[0], np.array(received)))
@@ -371,32 +334,33 @@ alltoall = make_blocking(
 )
 
 
-@cached_async(again)
+@cached
 def broadcast_async(
     tensor: Array | Sequence[Array],
     root_rank: int = 0,
     *,
     name: str | Sequence[str] | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start broadcast() and give a handle for synchronize(); does not block."""
+    handle: Handle[Any]
     check_targets(tensor)
     if name is not None and process_set is global_process_set:
         if isinstance(tensor, np.ndarray):
             handle = current().broadcast_async(_wire(tensor), root_rank, name)
-            return MappedHandle([handle], lambda _: tensor)
+            return _result(handle, tensor, tensor)
         wires = [_wire(one) for one in tensor]
         handle = current().broadcast_async(wires, root_rank, name)
         return MappedHandle([handle], lambda _: list(tensor))
     if isinstance(tensor, np.ndarray) and (name is None or isinstance(name, str)):
-        flight = start_broadcast(_wire(tensor), root_rank, name, process_set)
-        return MappedHandle([flight], lambda _: tensor, is_plain=True)
+        handle = start_broadcast(_wire(tensor), root_rank, name, process_set)
+        return _result(handle, tensor, tensor)
     labels = [None] * len(tensor) if name is None else name
-    flights = [
+    handles = [
         broadcast_async(one, root_rank, name=label, process_set=process_set)
         for one, label in zip(tensor, labels, strict=True)
     ]
-    return MappedHandle(flights, lambda found: found)
+    return MappedHandle(handles, lambda found: found)
 
 
 broadcast = make_blocking(
@@ -405,7 +369,7 @@ broadcast = make_blocking(
 )
 
 
-@cached_async(again)
+@cached
 def reduce_to_async(
     tensor: Array,
     root_rank: int = 0,
@@ -414,18 +378,16 @@ def reduce_to_async(
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Array | None]:
+) -> Handle[Array | None]:
     """Start reduce_to() and give a handle for synchronize()."""
     source = readable(tensor, name)
     if out is not None:
         check_output("reduce_to" if name is None else f"tensor {name!r}", source, out)
     wire = _sum_wire(source, op)
     to = None if out is None else wire if out is source else _wire(out)
-    flight = start_reduce(wire, root_rank, op, name, process_set, out=to)
-    is_root, result = current().rank == root_rank, _result(flight, source, out=out)
-    return MappedHandle(
-        [result if is_root else flight], lambda found: found[0] if is_root else None, is_plain=True
-    )
+    handle = start_reduce(wire, root_rank, op, name, process_set, out=to)
+    is_root = current().rank == root_rank
+    return _result(handle, source, out) if is_root else _without_result(handle)
 
 
 reduce_to = make_blocking(
@@ -445,7 +407,7 @@ def gather_async(
     name: str | None = None,
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Array | None]:
+) -> Handle[Array | None]:
     """Start gather()."""
     return _gather(
         tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
@@ -460,14 +422,12 @@ def _gather(
     out: Array | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
-    flight = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=is_awaited)
+    handle = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=is_awaited)
     is_root = current().rank == root_rank
-    if is_root:
-        return _rows(flight, source, out)
-    return MappedHandle([flight], lambda _: None, is_plain=isinstance(flight, CompletedHandle))
+    return _result(handle, source, out) if is_root else _without_result(handle)
 
 
 gather = make_blocking(
@@ -480,7 +440,7 @@ gather = make_blocking(
 )
 
 
-@cached_async(again)
+@cached
 def scatter_async(
     tensor: Array | None,
     out: Array,
@@ -488,13 +448,13 @@ def scatter_async(
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Array]:
+) -> Handle[Array]:
     """Start scatter() and give a handle for synchronize()."""
     root = checked_set(process_set).member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
     check_targets(out)
-    flight = process_set.group().scatter(wire, _wire(out), root=root, name=name)
-    return MappedHandle([flight], lambda _: out, is_plain=True)
+    handle = process_set.group().scatter(wire, _wire(out), root=root, name=name)
+    return _result(handle, out, out)
 
 
 scatter = make_blocking(
@@ -507,21 +467,21 @@ scatter = make_blocking(
 )
 
 
-def barrier_async(*, process_set: ProcessSet = global_process_set) -> MappedHandle[None]:
+def barrier_async(*, process_set: ProcessSet = global_process_set) -> Handle[None]:
     """Start barrier() and give a handle for synchronize()."""
     if process_set is not global_process_set:
         return MappedHandle([checked_set(process_set).group().barrier()], lambda _: None)
     return MappedHandle([current().groups.start_barrier()], lambda _: None)
 
 
-@cached_async(again)
+@cached
 def send_async(
     tensor: Array, target: int, *, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> MappedHandle[None]:
+) -> Handle[None]:
     """Start send() and give a handle for synchronize()."""
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
-    flight = group.send(_wire(readable(tensor)), member, tag=tag)
-    return MappedHandle([flight], lambda _: None, is_plain=True)
+    handle = group.send(_wire(readable(tensor)), member, tag=tag)
+    return _without_result(handle)
 
 
 send = make_blocking(
@@ -533,32 +493,19 @@ send = make_blocking(
 )
 
 
-class ReceiveHandle(MappedHandle[Array]):
-    """The handle of an array that a message brings."""
-
-    def __init__(self, promise: GroupHandle, out: Array) -> None:
-        super().__init__([promise], lambda _: out, is_plain=True)
-        self._promise = promise
-
-    @property
-    def source(self) -> int:
-        """Place in the set of who sent it; only when it is there."""
-        return self._promise.source
-
-
-@cached_async(ReceiveHandle)
+@cached
 def receive_async(
     out: Array,
     source: int | None = None,
     *,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> ReceiveHandle:
+) -> Handle[Array]:
     """Start receive(); the done handle's `source` is the sender's place in the set."""
     check_targets(out)
     group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
-    return ReceiveHandle(group.receive(_wire(out), member, tag=tag), out)
+    return _result(group.receive(_wire(out), member, tag=tag), out, out)
 
 
 receive = make_blocking(
@@ -611,32 +558,25 @@ def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | Non
     return _wire(out)
 
 
-def _result(
-    flight: Waitable, source: Array, out: Array | None = None, *, is_plain: bool = True
-) -> MappedHandle[Array]:
+def _result(handle: Handle[Any], source: Array, out: Array | None = None) -> Handle[Any]:
     """Return the handle of an operation's array, of the source's dtype; out: where it goes."""
+    if source.dtype.kind != "c":
+        return handle
 
     def finish(found: list[Any]) -> Array:
         return _unwire(found[0], source.dtype) if out is None else out
 
-    return MappedHandle([flight], finish, is_plain=is_plain)
+    return MappedHandle([handle], finish, operations=handle.operations)
 
 
-def _rows(flight: Waitable, source: Array, out: Array | None) -> MappedHandle[Array]:
-    """Do _result() for rows, of which members may have had to tell before."""
-    if isinstance(flight, CompletedHandle) and source.dtype.kind != "c":
-        return flight
-
-    def finish(found: list[Any]) -> Array:
-        return _unwire(found[0], source.dtype) if out is None else out
-
-    return MappedHandle([flight], finish, is_plain=isinstance(flight, CompletedHandle))
+def _without_result(handle: Handle[Any]) -> Handle[Any]:
+    return MappedHandle([handle], lambda _: None, operations=handle.operations)
 
 
-def _results(flight: Waitable, sources: Sequence[Array]) -> MappedHandle[list[Array]]:
+def _results(handle: Handle[Any], sources: Sequence[Array]) -> Handle[list[Array]]:
     """Return the handle of the arrays of a grouped operation."""
     return MappedHandle(
-        [flight],
+        [handle],
         lambda found: [
             _unwire(one, source.dtype) for one, source in zip(found[0], sources, strict=True)
         ],

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +21,9 @@ from fastps.collectives._calls import Calls, current_epoch
 from fastps.collectives.adasum import adasum
 from fastps.collectives.channels import grouped_of, part_of, rest_of
 from fastps.collectives.descriptions import Brought, brought_of
-from fastps.collectives.group_handle import SizesDifferError
 from fastps.collectives.overlap import is_apart
 from fastps.collectives.row_counts import Rows, gather_objects, row_counts_of_each, tell
+from fastps.collectives.size_cache import SizesDifferError
 from fastps.collectives.staged import Stages
 from fastps.errors import (
     ArgumentError,
@@ -36,7 +35,7 @@ from fastps.session.process_sets import (
     global_process_set,
 )
 from fastps.types import DType, Op, dtype_of
-from fastps.worker.handle import Array, Outcome, Waitable, scale
+from fastps.worker.handle import Array, Handle, MappedHandle, completed, scale
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Operation
@@ -52,54 +51,10 @@ BOR = Op.BOR
 BXOR = Op.BXOR
 Adasum = Op.ADASUM
 
-T = TypeVar("T")
-
 # All-reduced together where a copy costs less than an operation; see docs/collectives.md
 FUSED_BYTES = 16 << 10
 
-_guesses = Calls(DType)  # of rows as many as before
-
-
-def operations_of(flight: object) -> Sequence[Operation]:
-    """List the operations of groups that a flight consists of, if of nothing else."""
-    found: Sequence[Operation] = getattr(flight, "operations", ())
-    return found
-
-
-class MappedHandle(Outcome[T]):
-    """The handle of a result that is made of those of several operations.
-
-    is_plain: it is what the only one of them brought, or where that went.
-    """
-
-    def __init__(
-        self,
-        flights: Sequence[Waitable],
-        finish: Callable[[list[Any]], T],
-        *,
-        is_plain: bool = False,
-    ) -> None:
-        self._lock = threading.Lock()
-        self._flights = flights
-        self._finish = finish
-        self.operations = operations_of(flights[0]) if is_plain else ()
-
-    def _is_over(self) -> bool:
-        return all(flight.poll() for flight in self._flights)
-
-    def _collect(self, timeout_s: float | None) -> list[Any]:
-        return [flight.wait(timeout_s) for flight in self._flights]
-
-    def _make(self, found: list[Any]) -> T:
-        return self._finish(found)
-
-
-class CompletedHandle(MappedHandle[Array]):
-    """The handle of a result that is there; operations: that brought it."""
-
-    def __init__(self, result: Array, *operations: Operation) -> None:
-        super().__init__((), lambda _: result)
-        self.operations = operations
+_guesses = Calls()  # of rows as many as before
 
 
 def start_allreduce(
@@ -113,7 +68,7 @@ def start_allreduce(
     priority: int = 0,
     brought: Brought = (),
     factor: float = 1.0,
-) -> Waitable:
+) -> Handle[Any]:
     """Start an all-reduce: by servers where push_pull() does the same, else among members.
 
     A name that was declared with another shape goes among members too, so that names may be used
@@ -125,7 +80,7 @@ def start_allreduce(
         found = _adasum([array], code, name, process_set, factor)[0]
         if out is not None:
             out[...] = found
-        return CompletedHandle(found if out is None else out)
+        return completed(found if out is None else out)
     if name is not None and _goes_by_servers([array], [name], op, process_set, code):
         handle = current().push_pull_async(
             array, str(name), average=op is Average, priority=priority, out=out, dtype=dtype
@@ -151,7 +106,7 @@ def _adasum(
 class _Part(NamedTuple):
     """What is under way for some of several arrays, by place, and how its result is cut."""
 
-    flight: Waitable
+    handle: Handle[Any]
     places: list[int]
     split: Callable[[Any], Sequence[Array]]
 
@@ -165,7 +120,7 @@ def start_grouped(
     *,
     is_in_place: bool = False,
     factor: float = 1.0,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start to all-reduce several arrays, those of one dtype together where that helps.
 
     The result has for each an array, its own at best if is_in_place, times a factor.
@@ -181,7 +136,7 @@ def start_grouped(
     return _joined(parts, len(arrays))
 
 
-def _joined(parts: Sequence[_Part], count: int) -> MappedHandle[list[Array]]:
+def _joined(parts: Sequence[_Part], count: int) -> Handle[list[Array]]:
     """Return the handle of all arrays, by place."""
 
     def finish(found: list[Any]) -> list[Array]:
@@ -190,7 +145,7 @@ def _joined(parts: Sequence[_Part], count: int) -> MappedHandle[list[Array]]:
             made.update(zip(part.places, part.split(given), strict=True))
         return [made[place] for place in range(count)]
 
-    return MappedHandle([part.flight for part in parts], finish)
+    return MappedHandle([part.handle for part in parts], finish)
 
 
 def _start_some(
@@ -267,8 +222,8 @@ def _start_fused(
     flat = _side_by_side(some)
     group, label = checked_set(process_set).group(), grouped_of(name)
     brought = brought or brought_of(*some, dtype=code)
-    promise = group.allreduce(flat, flat, op=op, name=label, dtype=code, brought=brought)
-    return _Part(promise.scale(factor, code), places, lambda whole: _cut_like(whole, some))
+    handle = group.allreduce(flat, flat, op=op, name=label, dtype=code, brought=brought)
+    return _Part(handle.scale(factor, code), places, lambda whole: _cut_like(whole, some))
 
 
 def _side_by_side(arrays: Sequence[Array]) -> Array:
@@ -295,7 +250,7 @@ def _start_parts(
     nbytes: Sequence[int],
     one: Callable[[int, DType], _Part],
     side_by_side: Callable[[list[int], DType], _Part],
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start with each array by itself, or, of one dtype and few bytes, side by side.
 
     nbytes: of each; the same on all members.
@@ -321,7 +276,7 @@ def start_allgather(
     counts: Sequence[int] | None = None,
     out: Array | None = None,
     is_awaited: bool = False,
-) -> tuple[Waitable, list[int]]:
+) -> tuple[Handle[Any], list[int]]:
     """Start to gather arrays of any first dimension; also gives the rows of each member.
 
     counts: these, where they are known; else the list is filled when all members have told them.
@@ -345,7 +300,7 @@ def _gathering(rows: Rows, out: Array | None, counts: list[int]) -> Stages:
     group, array = rows.group, rows.array
     out = _place_for(array, counts, group.rank, rows.name, out)
     if blocks.is_whole:
-        return CompletedHandle(blocks.land(out))
+        return completed(blocks.land(out))
     sizes = [count * rows.width for count in counts]
     return group.allgather(array, out, counts=sizes, name=rest_of(rows.name), dtype=rows.code)
 
@@ -362,7 +317,7 @@ def _place_for(
 def _in_stages(
     rows: Rows, out: Array | None, counts: list[int], stages: Callable[[Rows], Stages],
     is_awaited: bool,
-) -> tuple[Waitable, list[int]]:  # fmt: skip
+) -> tuple[Handle[Any], list[int]]:  # fmt: skip
     """Do what finds out the rows of others first; counts: what is filled with them."""
     begin = rows.group.run if is_awaited else rows.group.follow
     return begin(rows.name, _as_before(rows, out, counts, stages)), counts
@@ -388,8 +343,9 @@ def _as_before(
             counts[:] = operation.guess.came
             if known is None:
                 _guesses.remember(key, {}, result, (operation,), before)
-            return CompletedHandle(result, operation)
-    return (yield from stages(rows))
+            return completed(result, operation)
+    last = yield from stages(rows)
+    return MappedHandle([last], itemgetter(0))  # which is not all of it
 
 
 def _begin_guess(rows: Rows, out: Array | None) -> tuple[Operation, Array] | None:
@@ -413,7 +369,7 @@ def _begin_guess(rows: Rows, out: Array | None) -> tuple[Operation, Array] | Non
 
 def start_allgather_alike(
     arrays: Sequence[Array], name: str | None, process_set: ProcessSet, *, dtypes: Sequence[DType]
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start to gather arrays of which each member has as many rows; does not block."""
     group = checked_set(process_set).group()
     first = arrays[0]
@@ -421,14 +377,14 @@ def start_allgather_alike(
 
     def stages(rows: Rows) -> Stages:
         counts: list[int] = []
-        flights = [(yield from _gathering(rows, None, counts))]
+        handles = [(yield from _gathering(rows, None, counts))]
         for array, code in zip(arrays[1:], dtypes[1:], strict=True):
             sizes = [count * width_of(array) for count in counts]
             out = _place_for(array, counts, group.rank, name, None)
-            flights.append(
+            handles.append(
                 group.allgather(array, out, counts=sizes, name=rest_of(name), dtype=code)
             )
-        return MappedHandle(flights, list)
+        return MappedHandle(handles, list)
 
     return MappedHandle([group.follow(name, stages(rows))], itemgetter(0))
 
@@ -444,7 +400,7 @@ def start_grouped_allgather(
     *,
     dtypes: Sequence[DType | None],
     is_awaited: bool = False,
-) -> tuple[MappedHandle[list[Array]], list[list[int]]]:
+) -> tuple[Handle[list[Array]], list[list[int]]]:
     """Start start_allgather() of several arrays, those of few bytes side by side as one.
 
     Gives the rows of each array too; these, and is_awaited, as of start_allgather().
@@ -467,21 +423,21 @@ def start_grouped_allgather(
 def _gathering_each(
     rows: list[Array], codes: list[DType], told: list[list[int]], name: str | None,
     process_set: ProcessSet,
-) -> MappedHandle[list[Array]]:  # fmt: skip
+) -> Handle[list[Array]]:  # fmt: skip
     """Start to gather arrays whose rows are known."""
     group, widths, label = process_set.group(), [width_of(one) for one in rows], rest_of(name)
 
     def one(place: int, code: DType) -> _Part:
-        flight, _ = start_allgather(
+        handle, _ = start_allgather(
             rows[place], label, process_set, dtype=code, counts=told[place]
         )
-        return _Part(flight, [place], lambda array: [array])
+        return _Part(handle, [place], lambda array: [array])
 
     def side_by_side(places: list[int], code: DType) -> _Part:
         blocks = [[count * widths[place] for count in told[place]] for place in places]
         sizes = [sum(of_member) for of_member in zip(*blocks, strict=True)]
         flat = _side_by_side([rows[place] for place in places])
-        flight = group.allgather(flat, counts=sizes, name=label, dtype=code)
+        handle = group.allgather(flat, counts=sizes, name=label, dtype=code)
 
         def split(whole: Array) -> list[Array]:
             cut = np.split(
@@ -492,7 +448,7 @@ def _gathering_each(
                 for turn, place in enumerate(places)
             ]
 
-        return _Part(flight, places, split)
+        return _Part(handle, places, split)
 
     most = [max(counts) * w * a.itemsize for counts, w, a in zip(told, widths, rows, strict=True)]
     return _start_parts(codes, most, one, side_by_side)
@@ -507,7 +463,7 @@ def start_alltoall(
     dtype: DType | None = None,
     out: Array | None = None,
     is_awaited: bool = False,
-) -> tuple[Waitable, list[int]]:
+) -> tuple[Handle[Any], list[int]]:
     """Start an all-to-all of rows, into out, and give how many come from each member.
 
     That list, and is_awaited: as of start_allgather().
@@ -527,7 +483,7 @@ def _swapping(rows: Rows, out: Array | None, received: list[int]) -> Stages:
     shape = sum(received), *array.shape[1:]
     out = _result_of("alltoall", rows.name, shape, array.dtype, out)
     if blocks.is_whole:
-        return CompletedHandle(blocks.land(out))
+        return completed(blocks.land(out))
     return group.alltoall(
         array, out, name=rest_of(rows.name), dtype=rows.code,
         send_counts=[count * rows.width for count in rows.counts],
@@ -545,7 +501,7 @@ def start_reducescatter(
     out: Array | None = None,
     brought: Brought = (),
     factor: float = 1.0,
-) -> Waitable:
+) -> Handle[Any]:
     """Start a reduce-scatter of rows, into out; the first members get one more if uneven.
 
     brought: all arrays of the grouped operation that begins with it. factor: what the result is
@@ -569,7 +525,7 @@ def start_grouped_reducescatter(
     *,
     dtypes: Sequence[DType | None],
     factor: float = 1.0,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start start_reducescatter() of several arrays, those of few bytes side by side as one."""
     group = checked_set(process_set).group()
     group.check_single(name)
@@ -578,22 +534,22 @@ def start_grouped_reducescatter(
     first = iter([_brought_of(arrays, _codes(arrays, dtypes))])  # says what all of them are
 
     def one(place: int, code: DType) -> _Part:
-        flight = start_reducescatter(
+        handle = start_reducescatter(
             arrays[place], op, label, process_set, dtype=code, brought=next(first, ()),
             factor=factor,
         )  # fmt: skip
-        return _Part(flight, [place], lambda array: [array])
+        return _Part(handle, [place], lambda array: [array])
 
     def side_by_side(places: list[int], code: DType) -> _Part:
         cuts = [np.split(arrays[i], list(accumulate(rows[i]))[:-1]) for i in places]
         blocks = [list(of_member) for of_member in zip(*cuts, strict=True)]
         sizes = [sum(block.size for block in of_member) for of_member in blocks]
         flat = _side_by_side([block for of_member in blocks for block in of_member])
-        flight = group.reducescatter(
+        handle = group.reducescatter(
             flat, counts=sizes, op=op, name=label, dtype=code,
             brought=next(first, ()) or brought_of(*(arrays[i] for i in places), dtype=code),
         ).scale(factor, code)  # fmt: skip
-        return _Part(flight, places, lambda whole: _cut_like(whole, blocks[group.rank]))
+        return _Part(handle, places, lambda whole: _cut_like(whole, blocks[group.rank]))
 
     nbytes = [array.nbytes for array in arrays]
     return _start_parts(_codes(arrays, dtypes), nbytes, one, side_by_side)
@@ -631,7 +587,7 @@ def start_reduce(
     *,
     dtype: DType | None = None,
     out: Array | None = None,
-) -> Waitable:
+) -> Handle[Any]:
     """Start the all-reduce to the root, in its out; what others get is no result."""
     group, root = checked_set(process_set).group(), process_set.member(root_rank, "root_rank")
     return group.reduce(array, out, root=root, op=op, name=name, dtype=dtype)
@@ -646,7 +602,7 @@ def start_gather(
     dtype: DType | None = None,
     out: Array | None = None,
     is_awaited: bool = False,
-) -> Waitable:
+) -> Handle[Any]:
     """Start the all-gather to the root, in its out or a new array.
 
     is_awaited: as of start_allgather().
@@ -667,7 +623,7 @@ def _gathering_to(rows: Rows, out: Array | None) -> Stages:
     if out is not None and not is_apart(array, out):
         raise ValueError("array and out overlap; use two")
     if blocks.is_whole:
-        return CompletedHandle(array if out is None else blocks.land(out))
+        return completed(array if out is None else blocks.land(out))
     sizes = [count * rows.width for count in blocks.counts]
     return group.gather(
         array, out, root=root, counts=sizes, name=rest_of(rows.name), dtype=rows.code
@@ -681,7 +637,7 @@ def start_broadcast(
     process_set: ProcessSet,
     *,
     dtype: DType | None = None,
-) -> Waitable:
+) -> Handle[Any]:
     """Start a broadcast in place: by servers where it has a name and everybody takes part."""
     if name is not None and process_set is global_process_set:
         session = current()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One-sided windows on NumPy arrays: neighbours write each other's buffers without asking.
 
-What there is and what it promises: docs/decentralized.md. fastps hands the names on. Each worker
+What there is and what it handles: docs/decentralized.md. fastps hands the names on. Each worker
 has, by name, its own array and a buffer for each in-neighbour of the graph on which the window was
 created. Threads: any; windows are created and freed by all workers, in one order.
 """
@@ -19,8 +19,8 @@ from fastps.session.current import current
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
-    from fastps.collectives.group_handle import GroupHandle
     from fastps.graph.weights import Targets
+    from fastps.worker.handle import OperationHandle
 
 # ---- creating and freeing; all workers ----
 
@@ -60,7 +60,7 @@ def win_put_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> GroupHandle:
+) -> OperationHandle:
     """Start win_put() and give a handle; tensor must not be changed until it is done."""
     return current().groups.windows.put(
         require_array(tensor, name), name, adds=False, self_weight=self_weight,
@@ -96,7 +96,7 @@ def win_accumulate_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> GroupHandle:
+) -> OperationHandle:
     """Start win_accumulate() and give a handle."""
     return current().groups.windows.put(
         require_array(tensor, name), name, adds=True, self_weight=self_weight,
@@ -125,7 +125,7 @@ def win_accumulate(
 
 def win_get_async(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
-) -> GroupHandle:
+) -> OperationHandle:
     """Start win_get() and give a handle."""
     return current().groups.windows.get(
         name, src_weights, is_locked=require_mutex, is_waited=False
@@ -143,12 +143,12 @@ def win_get(name: str, src_weights: Targets | None = None, require_mutex: bool =
     return True
 
 
-def win_poll(handle: GroupHandle) -> bool:
+def win_poll(handle: OperationHandle) -> bool:
     """Return whether win_wait() would return at once."""
     return handle.poll()
 
 
-def win_wait(handle: GroupHandle) -> bool:
+def win_wait(handle: OperationHandle) -> bool:
     """Wait for what a nonblocking form began; raises what made it fail."""
     handle.wait()
     return True

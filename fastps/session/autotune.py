@@ -16,7 +16,7 @@ import logging
 import statistics
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class Tuner:
         self._window = WARM_UP_STEPS
         self._order = np.zeros(4, np.int64)  # credit, partition, bucket, and whether it is over
         self._in_force: tuple[int, ...] = (0, 0, 0)
-        self._coming: Handle | None = None
+        self._coming: Handle[Any] | None = None
         self.trials = 0
         self.gain = 0.0
         self.is_over = False

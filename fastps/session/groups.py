@@ -7,7 +7,6 @@ first use, arrays, and the words of a failure. Threads: any.
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.channels import BARRIER
 from fastps.collectives.descriptions import Membership
 from fastps.collectives.group import Group
-from fastps.collectives.group_handle import GroupHandle
 from fastps.collectives.row_counts import gather_objects
 from fastps.collectives.staged import Lines
 from fastps.errors import (
@@ -33,11 +31,10 @@ from fastps.errors import (
 from fastps.graph.neighbors import Neighbors
 from fastps.session.stall_watch import pending_operation
 from fastps.types import DType
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, Explain, Handle, Waitable, Waiting
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
-    from fastps.collectives.group_host import Explain
     from fastps.graph.survivor_rounds import Agreed
     from fastps.graph.windows import WindowTable
     from fastps.session.differences import Differences
@@ -69,7 +66,7 @@ class Groups:
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
         self._agreed: dict[str, Agreed] = {}
-        self._late_barrier: GroupHandle | None = None
+        self._late_barrier: Handle[Any] | None = None
         self._lines: Lines | None = None
 
     def _everybody(self) -> Sequence[int]:
@@ -148,7 +145,7 @@ class Groups:
         try:
             flight.wait(timeout_s)
         except (StallError, ValueError, KeyboardInterrupt):
-            if isinstance(flight, GroupHandle):
+            if isinstance(flight, Handle):
                 self._late_barrier = flight
             raise
 
@@ -292,22 +289,12 @@ class Groups:
         if group is self._world:
             self._ways.check(name)
 
-    def promise(
-        self,
-        operations: Sequence[Operation],
-        output: Array | None,
-        explain: Explain,
-        members: Sequence[int],
-        *,
-        is_average: bool = False,
-    ) -> GroupHandle:
-        """Make the handle of an operation."""
+    def waiting(self, explain: Explain) -> Waiting:
+        """Return what handles of a group need to wait for its operations."""
         config = self._session.config
-        return GroupHandle(
-            operations, [output], is_single=True, operation=0, explain=explain,
-            timeout_s=config.op_timeout_s, seconds=self._session.wait_seconds,
-            spin_us=config.spin_us, members=members,
-            lack=self._uneven.lack if is_average else None,
+        return Waiting(
+            explain, config.op_timeout_s, config.spin_us, self._session.wait_seconds,
+            self._uneven.lack,
         )  # fmt: skip
 
     @property
@@ -321,24 +308,6 @@ class Groups:
         """Wait until the last exchange of all operations has begun; raises StallError."""
         if self._lines is not None:
             self._lines.finish(timeout_s)
-
-    def wait_until_over(
-        self, operation: Operation, explain: Explain, left_s: float, limit_s: float
-    ) -> None:
-        """Wait for an operation for left_s; StallError, as of limit_s, if it is not over then."""
-        began = time.perf_counter()
-        status = operation.wait(timeout_s=left_s, spin_us=self._session.config.spin_us)
-        self._session.wait_seconds[0] += time.perf_counter() - began
-        if status is None:
-            raise explain(operation, 0, None, limit_s)
-
-    def wait(self, operation: Operation, explain: Explain) -> None:
-        """Wait for an operation that needs no handle; as GroupHandle.wait() does."""
-        config, began = self._session.config, time.perf_counter()
-        status = operation.wait(timeout_s=config.op_timeout_s, spin_us=config.spin_us)
-        self._session.wait_seconds[0] += time.perf_counter() - began
-        if status != Status.OK:
-            raise explain(operation, 0, status, config.op_timeout_s)
 
     @property
     def is_uneven(self) -> bool:

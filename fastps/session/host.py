@@ -107,12 +107,12 @@ class SessionHost(Protocol):
 
     def push_pull_async(
         self, tensor: Array, name: str, *, average: bool, out: Array, dtype: DType
-    ) -> Handle:
+    ) -> Handle[Any]:
         """Start a sum over all workers."""
 
     def broadcast_async(
         self, tensor: Array, root_rank: int, name: str, *, dtype: DType | None = None
-    ) -> Handle:
+    ) -> Handle[Any]:
         """Start to copy the root's array into everybody's, in place."""
 
     def started(self, names: Sequence[str] | None = None) -> list[StartedTensor]:

@@ -269,7 +269,7 @@ class JoinState:
             past = [tuple(_of_group(one)) for one in list(self.past)]
             news = encode_object((self._number, _JOINED, (self.counts(), past)))
             self._session.tell(range(size), news, has_joined=True)
-        flights: dict[Place, Handle] = {}
+        flights: dict[Place, Handle[Any]] = {}
         while True:
             wanted = self._wait_wanted(current, timeout_s)
             if not wanted:
@@ -362,7 +362,9 @@ class JoinState:
         is_ours = kind == "broadcast" and one.members[sizes[1]] == me
         return is_ours or kind not in _GO_ON
 
-    def _take_part(self, one: Started, flights: dict[Place, Handle], timeout_s: float) -> None:
+    def _take_part(
+        self, one: Started, flights: dict[Place, Handle[Any]], timeout_s: float
+    ) -> None:
         """Start what others have; what has to fail fails on all of them, and is no error here."""
         start = self._start_tensor if isinstance(one.place, str) else self._start_in_group
         is_refused = self._is_refused(one)
@@ -373,7 +375,7 @@ class JoinState:
         with contextlib.suppress(FastPSError):
             flight.wait(timeout_s)
 
-    def _start_tensor(self, one: Started, *, is_refused: bool) -> Handle:
+    def _start_tensor(self, one: Started, *, is_refused: bool) -> Handle[Any]:
         declared, operation = one.what
         spec = unpack_spec(declared)
         self._session.declare_as(spec)  # whatever they compress it with, say
@@ -385,7 +387,7 @@ class JoinState:
             array, name, average=operation == AVERAGE, out=array, dtype=dtype
         )
 
-    def _start_in_group(self, one: Started, *, is_refused: bool) -> Handle:
+    def _start_in_group(self, one: Started, *, is_refused: bool) -> Handle[Any]:
         key, words, what, divisor, brought = one.what
         name = words and part_of(*words)
         group, kind = self._session.groups.of_key(key, one.members), what[0]

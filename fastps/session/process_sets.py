@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from fastps.collectives._calls import invalidate_call_cache
+from fastps.collectives._calls import invalidate_call_cache, tell_apart
 from fastps.collectives.row_counts import gather_objects
 from fastps.errors import FastPSError, MismatchError
 from fastps.session.current import current
@@ -108,6 +108,7 @@ class _Everybody(ProcessSet):
 
 
 global_process_set: ProcessSet = _Everybody()
+tell_apart(ProcessSet, _Everybody)
 
 
 def checked_set(process_set: ProcessSet) -> ProcessSet:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
 import math
 import operator
@@ -78,7 +79,7 @@ from fastps.session.tensor_spec import (
 from fastps.session.ways import RouteChecker
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
-from fastps.worker.handle import Array, Handle
+from fastps.worker.handle import Array, OperationHandle, Waiting
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient, PendingReply
@@ -451,7 +452,7 @@ class Session(ForgetMixin):
         learning_rate: float | None = None,
         rule: RuleChoice = None,
         gives: bool = True,
-    ) -> Handle:
+    ) -> OperationHandle:
         """Start to sum tensor over all workers; a sequence of tensors travels as one submit.
 
         tensor: C-contiguous arrays, read; out: arrays of the same shape and dtype, written (None
@@ -503,7 +504,7 @@ class Session(ForgetMixin):
 
     def broadcast_async(
         self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
-    ) -> Handle:
+    ) -> OperationHandle:
         """Start to copy the root's tensor into everybody's, in place; sequences as one submit."""
         self.check_usable()
         root_rank = self._checked_root(root_rank)
@@ -523,7 +524,7 @@ class Session(ForgetMixin):
 
     def start_held(
         self, verb: str, names: Sequence[str], arrays: Sequence[Array], **options: Any
-    ) -> Handle:
+    ) -> OperationHandle:
         """Start what an engine does with values that servers hold: start_pull, start_broadcast."""
         self.check_usable()
         tensors = self._known_tensors(names)
@@ -541,15 +542,22 @@ class Session(ForgetMixin):
         self._declare_new(names, arrays, dtype)
         return self._alone.begin(names)
 
+    @functools.cached_property
+    def _waiting(self) -> Waiting:
+        """What all handles have in common; close() drops it, for it refers to the session."""
+        config = self.config
+        return Waiting(
+            self._explain, config.op_timeout_s, config.spin_us, self.wait_seconds,
+            self.uneven.lack,
+        )  # fmt: skip
+
     def _handle(
         self, tickets: Sequence[Ticket | single_worker.SingleTicket], outputs: Sequence[Array],
         operation: int, *, is_single: bool,
-    ) -> Handle:  # fmt: skip
-        return Handle(
-            tickets, outputs, is_single=is_single, operation=operation, explain=self._explain,
-            timeout_s=self.config.op_timeout_s, seconds=self.wait_seconds,
-            spin_us=self.config.spin_us,
-            lack=self.uneven.lack if operation == AVERAGE and self._client is not None else None,
+    ) -> OperationHandle:  # fmt: skip
+        return OperationHandle(
+            tickets, outputs, self._waiting, is_single=is_single, operation=operation,
+            is_average=operation == AVERAGE,
         )  # fmt: skip
 
     # ---- groups ----
@@ -799,6 +807,7 @@ class Session(ForgetMixin):
         finally:
             self._become(State.CLOSED, State.CLOSING)
             self._tensors.clear()  # they hold shared memory
+            self.__dict__.pop("_waiting", None)
             fork.sessions.discard(self)
 
     def abandon(self) -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handles: what an _async form returns and synchronize() takes.
 
-A handle keeps its arrays alive and turns the status of a finished operation into an exception
-that names tensor, peer and cure. It is PENDING until a thread that waits sees that all operations
-are over; that thread makes the result once (FINISHING), and keeps it (READY) or its error
-(FAILED), which every wait() from then on returns or raises. A wait that times out, or is
-interrupted, leaves it PENDING; poll() only looks. Results are multiplied here, once: by the
-caller's factor, and an average by what it lacks where workers had run out of data (session/join.py
-knows that). Threads: any; they wait without the GIL.
+There is one kind, `Handle`, of operations (`OperationHandle`), or of other handles, by a function
+of their results (`MappedHandle`). It keeps its arrays alive and turns the status of a finished
+operation into an exception that names tensor, peer and cure. It is PENDING until a thread that
+waits sees that all operations are over; that thread makes the result once (FINISHING), and keeps
+it (READY) or its error (FAILED), which every wait() from then on returns or raises. A wait that
+times out, or is interrupted, leaves it PENDING; poll() only looks. Results are multiplied here,
+once: by the caller's factor, and an average by what it lacks where workers had run out of data
+(session/join.py knows that). Threads: any; they wait without the GIL.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -59,26 +60,30 @@ class Waitable(Protocol):
         """Wait for the end, and return the result."""
 
 
-# of a ticket: which operation it is of, its status (None: not done) and the time that was waited
+# Words the error of a ticket: which operation it is of, its status (None: it has not ended) and
+# the seconds that were waited
 Explain: TypeAlias = Callable[[Any, int, int | None, float], FastPSError]
-
 
 # Of a ticket that is over: what its result lacks, as a factor, and its dtype if it lacks anything
 Lack: TypeAlias = Callable[[Any], tuple[float, DType | None]]
 
 
-class Outcome(Generic[T]):
-    """A result that is made once, when the operations that it is made of are over."""
+class Handle(Generic[T]):
+    """The result of what is in flight: made once, when all that it is made of is over.
+
+    operations: those among members of a process set that it consists of, if of nothing else.
+    """
 
     # what few handles change is the class's, for making one is a part of every operation
     _state = PENDING
     _outcome: Any = None
-    _after: Callable[[T], object] | None = None
+    _after: tuple[Callable[[T], object], ...] = ()
     _lock: threading.Lock  # held while the result is made; each subclass makes it
+    operations: Sequence[Any] = ()
 
     def then(self, after: Callable[[T], object]) -> Self:
-        """Have the result given to a function, once, by the thread that makes it."""
-        self._after = after
+        """Have a function called with the result, once, by the thread that makes it."""
+        self._after = (*self._after, after)
         return self
 
     def poll(self) -> bool:
@@ -87,8 +92,23 @@ class Outcome(Generic[T]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether wait() raises the same error from now on: not one of a time that is over."""
+        """Whether every wait() raises the same error from now on; a timeout does not count."""
         return self._state == FAILED
+
+    @property
+    def source(self) -> int:
+        """Place in its set of the member that a receive got its message from, once it is done."""
+        operation = self.operations[0]
+        return int(operation.group.ranks.index(operation.met))
+
+    @property
+    def missed(self) -> list[int]:
+        """Places of lost members whose messages were left out, once it is done."""
+        return [
+            operation.group.ranks.index(rank)
+            for operation in self.operations
+            for rank in operation.missed
+        ]
 
     def wait(self, timeout_s: float | None = None) -> T:
         """Wait for the operations and return their result: an array, or a list for a sequence.
@@ -96,8 +116,8 @@ class Outcome(Generic[T]):
         Blocks without the GIL up to timeout_s seconds (default: op_timeout_s), for each of the
         operations that it is made of. Raises what made one fail: PeerLostError, MismatchError,
         ShutdownError; StallError in time, and then the operation is still in flight and its
-        arrays must not be touched; ValueError for what is no time to wait. May be called again,
-        and by several threads at once.
+        arrays must not be touched; ValueError for a timeout that is not 0 or more seconds. May be
+        called again, and by several threads at once.
         """
         if timeout_s is not None:
             checked_seconds(timeout_s)
@@ -117,13 +137,13 @@ class Outcome(Generic[T]):
         self._state = FINISHING
         try:
             self._outcome = self._make(found)
-            if self._after is not None:
-                self._after(self._outcome)
+            for after in self._after:
+                after(self._outcome)
             self._state = READY
         except BaseException as error:  # half of it may be made: never again
             self._outcome = error
             self._state = FAILED
-        self._after = None
+        self._after = ()
 
     def _is_over(self) -> bool:
         """Return whether all operations are over."""
@@ -134,15 +154,63 @@ class Outcome(Generic[T]):
         raise NotImplementedError
 
     def _make(self, found: Any) -> T:
-        """Make the result; raises what made the operations fail. Waits for nobody."""
+        """Make the result; raises what made the operations fail. Does not wait."""
         raise NotImplementedError
 
 
-class Handle(Outcome[Array | list[Array]]):
+class MappedHandle(Handle[T]):
+    """The handle of a result that a function makes of those of several handles."""
+
+    def __init__(
+        self,
+        handles: Sequence[Waitable],
+        finish: Callable[[list[Any]], T],
+        *,
+        operations: Sequence[Any] = (),
+    ) -> None:
+        self._lock = _make_lock()
+        self._handles = handles
+        self._finish = finish
+        if operations:
+            self.operations = operations
+
+    def _is_over(self) -> bool:
+        return all(handle.poll() for handle in self._handles)
+
+    def _collect(self, timeout_s: float | None) -> list[Any]:
+        return [handle.wait(timeout_s) for handle in self._handles]
+
+    def _make(self, found: list[Any]) -> T:
+        return self._finish(found)
+
+
+def completed(result: T, *operations: Any) -> MappedHandle[T]:
+    """Return the handle of a result that is there; operations: that brought it."""
+    return MappedHandle((), lambda _: result, operations=operations)
+
+
+class Waiting(NamedTuple):
+    """What the handles of one session, or one group, have in common."""
+
+    explain: Explain
+    timeout_s: float
+    spin_us: int
+    seconds: list[float]  # [time spent waiting], of the session
+    lack: Lack | None  # of averages: they are over those who took part
+
+    def wait(self, ticket: Ticket, seconds: float) -> int | None:
+        """Wait for a ticket, and count the time; return its status, None after these seconds."""
+        began = time.perf_counter()
+        status = ticket.wait(timeout_s=seconds, spin_us=self.spin_us)
+        self.seconds[0] += time.perf_counter() - began
+        return status
+
+
+class OperationHandle(Handle[Array | list[Array]]):
     """The handle of one operation on one or several tensors.
 
-    lack: asked when the operation is over, so that averages are over those who took part; None:
-    its result lacks nobody.
+    tickets: of each tensor. outputs: where the results land; is_single: the first is the result,
+    else a list of them. operation: which one, for waiting.explain.
     """
 
     _factor = 1.0
@@ -151,70 +219,66 @@ class Handle(Outcome[Array | list[Array]]):
     def __init__(
         self,
         tickets: Sequence[Any],
-        outputs: Sequence[Array],
+        outputs: Sequence[Any],
+        waiting: Waiting,
         *,
         is_single: bool,
-        operation: int,
-        explain: Explain,
-        timeout_s: float,
-        seconds: list[float],
-        spin_us: int,
-        lack: Lack | None = None,
+        is_average: bool = False,
+        operation: int = 0,
     ) -> None:
         self._lock = _make_lock()
-        self._lack = lack
-        self.tickets: Sequence[Any] = tickets  # of each tensor's operation
+        self._tickets = tickets
         self._outputs = outputs
+        self._waiting = waiting
         self._is_single = is_single
-        self._operation = operation  # for `explain`
-        self._explain = explain
-        self._timeout_s = timeout_s
-        self._spin_us = spin_us
-        self._seconds = seconds  # [time spent waiting]; the session's, shared by its handles
+        self._lack = waiting.lack if is_average else None
+        self._operation = operation
 
     def scale(self, factor: float, code: DType) -> Self:
         """Have results, of a dtype, multiplied by a factor when they are there."""
         if factor != 1.0:
             self._factor, self._code = factor, code
+            self.operations = ()  # which are not all of it
         return self
 
     def _multiply(self) -> None:
         """Multiply each result once: half types round, and integers are cut."""
         for place, array in enumerate(self._outputs):
             factor, code = self._factor, self._code
-            if self._lack is not None and self.tickets:  # a group of one has none
-                lack, known = self._lack(self.tickets[place])
+            if self._lack is not None and self._tickets:  # a group of one has none
+                lack, known = self._lack(self._tickets[place])
                 factor, code = factor * lack, known if code is None else code
             if factor != 1.0 and code is not None:
                 scale(array, code, factor)
 
     def _is_over(self) -> bool:
-        return all(ticket.is_done for ticket in self.tickets)
+        return all(ticket.is_done for ticket in self._tickets)
 
     def _collect(self, timeout_s: float | None) -> FastPSError | None:
         """Wait for every tensor, also after a failure, so that all arrays are free again.
 
         Returns what made the first one fail.
         """
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        waiting = self._waiting
+        limit_s = waiting.timeout_s if timeout_s is None else timeout_s
         began = time.perf_counter()
         deadline = began + limit_s
         failed = None
         try:
-            for ticket in self.tickets:
+            for ticket in self._tickets:
                 status = ticket.wait(
-                    timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=self._spin_us
+                    timeout_s=max(deadline - time.perf_counter(), 0.0), spin_us=waiting.spin_us
                 )
                 if status is None:
-                    raise self._explain(ticket, self._operation, None, limit_s)
+                    raise waiting.explain(ticket, self._operation, None, limit_s)
                 if status and failed is None:
                     failed = ticket, status
         finally:
-            self._seconds[0] += time.perf_counter() - began
+            waiting.seconds[0] += time.perf_counter() - began
         if failed is None:
             return None
         ticket, status = failed
-        return self._explain(ticket, self._operation, status, limit_s)
+        return waiting.explain(ticket, self._operation, status, limit_s)
 
     def _make(self, error: FastPSError | None) -> Array | list[Array]:
         if error is not None:

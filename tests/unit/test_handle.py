@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from fastps.errors import FastPSError, MismatchError, StallError
-from fastps.ops.start import CompletedHandle, MappedHandle
-from fastps.worker.handle import Handle
+from fastps.worker.handle import MappedHandle, OperationHandle, Waiting, completed
 
 THREADS = 8
 WAIT_S = 60.0
@@ -42,11 +41,10 @@ def explain(ticket: object, operation: int, status: int | None, timeout_s: float
     return MismatchError(f"{status}")
 
 
-def handle_of(*tickets: Ticket) -> Handle:
-    return Handle(
-        tickets, [f"of {i}" for i in range(len(tickets))], is_single=len(tickets) == 1,
-        operation=-1, explain=explain, timeout_s=WAIT_S, seconds=[0.0], spin_us=0,
-    )  # fmt: skip
+def handle_of(*tickets: Ticket) -> OperationHandle:
+    outputs = [f"of {i}" for i in range(len(tickets))]
+    waiting = Waiting(explain, WAIT_S, 0, [0.0], None)
+    return OperationHandle(tickets, outputs, waiting, is_single=len(tickets) == 1)
 
 
 def test_a_result_is_made_once_whoever_waits():
@@ -148,6 +146,6 @@ def test_what_is_to_be_told_is_told_once_and_its_error_counts():
 
 
 def test_what_landed_is_there():
-    landed = CompletedHandle("result")
+    landed = completed("result")
     assert landed.poll()
     assert landed.wait(0.0) == "result"

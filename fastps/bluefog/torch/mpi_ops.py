@@ -36,7 +36,7 @@ from fastps.ops.neighbors import (
     set_machine_topology,
     set_topology,
 )
-from fastps.ops.start import Average, MappedHandle, Sum
+from fastps.ops.start import Average, Sum
 from fastps.session.current import current, known
 from fastps.topology import to_networkx
 from fastps.torch import (
@@ -64,7 +64,7 @@ from fastps.torch import (
     win_update,
     win_update_then_collect,
 )
-from fastps.worker.handle import Waitable
+from fastps.worker.handle import MappedHandle, Waitable
 
 __all__ = [
     "allgather",

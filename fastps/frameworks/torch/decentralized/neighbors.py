@@ -26,10 +26,9 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.ops import neighbors as ops
-from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, MappedHandle, Waitable
 
 if TYPE_CHECKING:
     from fastps.graph.survivor_rounds import Agreed

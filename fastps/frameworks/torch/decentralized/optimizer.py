@@ -28,10 +28,9 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.ops.neighbors import start_neighbor_allreduce
-from fastps.ops.start import MappedHandle
 from fastps.session.current import current
 from fastps.types import DType, Op
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, MappedHandle, Waitable
 
 if TYPE_CHECKING:
     from fastps.graph.survivor_rounds import Agreed

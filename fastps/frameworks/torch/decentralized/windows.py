@@ -22,8 +22,8 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
 )
 from fastps.graph.weights import Targets
-from fastps.ops.start import MappedHandle
 from fastps.session.current import current
+from fastps.worker.handle import MappedHandle
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fastps.worker.handle import Handle
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-Started: TypeAlias = tuple["Handle", list[Copy]]
+Started: TypeAlias = tuple["Handle[Any]", list[Copy]]
 
 _OPS = {getattr(dist.ReduceOp, op.name): op for op in Op if hasattr(dist.ReduceOp, op.name)} | {
     dist.ReduceOp.AVG: Op.AVERAGE,

@@ -42,7 +42,7 @@ class Operation:
 
     def __init__(
         self,
-        handles: Sequence[Handle],
+        handles: Sequence[Handle[Any]],
         finish: Callable[[], object] | None = None,
         written: Sequence[torch.Tensor] = (),
     ) -> None:
@@ -87,7 +87,7 @@ class Operation:
                 raise
 
 
-def _wait(handle: Handle, timeout_s: float) -> None:
+def _wait(handle: Handle[Any], timeout_s: float) -> None:
     """Wait for a handle; the error names the setting that counts here."""
     try:
         handle.wait(timeout_s)
@@ -194,7 +194,7 @@ class Work(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that sent what a receive from any source got."""
-        return int(self.operation.handles[0].source)  # type: ignore[attr-defined]
+        return int(self.operation.handles[0].source)
 
     _source_rank = source_rank
 

@@ -60,12 +60,11 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
 )
 from fastps.frameworks.torch.optimizer.weight_check import Entry, check_alike, check_weights
-from fastps.ops.start import MappedHandle
 from fastps.session import current
 from fastps.session.autotune import Layout
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
-from fastps.worker.handle import Handle
+from fastps.worker.handle import Handle, MappedHandle
 
 if TYPE_CHECKING:
     pass
@@ -119,7 +118,7 @@ class GradientExchange:
         self._process_set = process_set
         self._sparse_as_dense = self._knows_sparse = sparse_as_dense
         self._sparse: frozenset[int] = frozenset()  # parameters whose gradients travel as rows
-        self._asked: Handle | None = None  # whose they are
+        self._asked: Handle[Any] | None = None  # whose they are
         self._owed: list[int] = []  # those of them that are still to be sent in this round
         self._rows: list[RowsInFlight] = []
         if process_set is not global_process_set:

@@ -15,9 +15,10 @@ import torch
 
 from fastps.frameworks.torch.ops.tensors import check_tensor, require_array, tensor_over, view_of
 from fastps.ops import start as ops
-from fastps.ops.start import Average, MappedHandle
+from fastps.ops.start import Average
 from fastps.session.process_sets import ProcessSet
 from fastps.types import DType, Op
+from fastps.worker.handle import MappedHandle
 
 
 class SparseSum(MappedHandle[torch.Tensor]):

@@ -13,7 +13,7 @@ import torch
 
 from fastps.frameworks.torch.ops.compression import Compressor
 from fastps.frameworks.torch.ops.tensors import require_array
-from fastps.ops.start import MappedHandle
+from fastps.worker.handle import MappedHandle
 
 
 class _Differentiable(torch.autograd.Function):

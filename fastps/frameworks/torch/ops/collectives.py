@@ -41,11 +41,11 @@ from fastps.frameworks.torch.ops.wire_tensors import (
 )
 from fastps.ops import start as ops
 from fastps.ops.numpy_collectives import make_blocking
-from fastps.ops.start import Average, MappedHandle, Sum
+from fastps.ops.start import Average, Sum
 from fastps.session.current import current
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
-from fastps.worker.handle import Waitable
+from fastps.worker.handle import MappedHandle, Waitable
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 GroupHandle: TypeAlias = MappedHandle[torch.Tensor]

@@ -34,9 +34,8 @@ from fastps.frameworks.torch.ops.tensors import (
     view_of,
     wire_dtype,
 )
-from fastps.ops.start import MappedHandle
 from fastps.session import current
-from fastps.worker.handle import Waitable
+from fastps.worker.handle import MappedHandle, Waitable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

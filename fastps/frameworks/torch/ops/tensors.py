@@ -201,12 +201,12 @@ def submit_push_pull(
     average: bool,
     priorities: Sequence[int],
     **options: Any,
-) -> list[tuple[Handle, list[int]]]:
+) -> list[tuple[Handle[Any], list[int]]]:
     """Start push_pull of arrays in place; give handles and the positions they cover.
 
     One submit per dtype.
     """
-    started = []
+    started: list[tuple[Handle[Any], list[int]]] = []
     for code, places in _by_dtype(codes):
         some = [arrays[place] for place in places]
         labels = [names[place] for place in places]
@@ -220,12 +220,12 @@ def submit_push_pull(
 
 def submit_broadcast(
     session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: int
-) -> list[Handle]:
+) -> list[Handle[Any]]:
     """Start broadcasts of contiguous tensors in place; one submit and handle per dtype.
 
     Where the job goes on without the lost, this blocks until they are done.
     """
-    handles = []
+    handles: list[Handle[Any]] = []
     codes = [wire_dtype(tensor.dtype, name) for tensor, name in zip(tensors, names, strict=True)]
     if session.config.goes_on:
         arrays = [view_of(one) for one in tensors]
