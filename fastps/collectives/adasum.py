@@ -36,9 +36,11 @@ def adasum(
     MismatchError while one of them is in join().
     """
     if group.size & (group.size - 1):
-        raise ValueError(f"Adasum needs a power of two of workers, not {group.size}: take a set")
+        raise ValueError(
+            f"Adasum needs a power of two of workers, got {group.size}; use a process set"
+        )
     if dtype not in _FLOATS:
-        raise TypeError(f"Adasum is for float16, float32 and float64, not {dtype.name.lower()}")
+        raise TypeError(f"Adasum supports float16, float32 and float64, got {dtype.name.lower()}")
     ends = np.cumsum([array.size for array in arrays])[:-1]
     mine = np.concatenate([array.reshape(-1) for array in arrays])
     for level in range(group.size.bit_length() - 1):
@@ -77,7 +79,7 @@ def _swap(mine: Array, group: Group, other: int, name: str | None) -> Array:
         found = group.alltoall(mine, send_counts=counts, receive_counts=counts, name=name).wait()
     except MismatchError as error:
         raise MismatchError(
-            "Adasum needs the tensors of all its members, and does not go on without those in "
-            f"join(), as other ops do: {error}"
+            "Adasum needs the tensors of all members, and cannot go on without workers that have "
+            f"called join(): {error}"
         ) from error
     return np.asarray(found)

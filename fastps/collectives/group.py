@@ -211,7 +211,7 @@ class Group(GroupBase):
         if self.rank != root:
             array = None
         elif array is None:
-            raise ValueError("the root scatters no array")
+            raise ValueError("scatter() needs the array on the root, got None")
         else:
             self._check_size("array", array, sum(sizes))
         blocks = self._bytes(sizes, out)
@@ -294,7 +294,7 @@ class Group(GroupBase):
         that are lost are left out, and the handle names them.
         """
         if np.may_share_memory(array, out):
-            raise ValueError("array and out overlap; use two")
+            raise ValueError("array and out overlap; pass two that are apart")
         code = self._dtype(array, dtype)
         rule = _NEIGHBOR_RULES.get(str(key[0]), ReduceOp.SUM)
         return self._start(
@@ -352,7 +352,7 @@ class Group(GroupBase):
     ) -> tuple[ReadyKind, int, str]:  # fmt: skip
         """Make what all messages of one size to or from a member have in common."""
         if peer == self.rank:
-            raise ValueError("a member sends nothing to itself")
+            raise ValueError("cannot send to, or receive from, oneself")
         place = Place.INPUT if kind is Kind.SEND else Place.OUTPUT
         steps = Schedule((Step(kind, peer, 0, place, 0, nbytes),), 0)
         code = self._dtype(np.empty(0, kept), dtype)
@@ -370,7 +370,10 @@ class Group(GroupBase):
     ) -> OperationHandle:
         """Send or receive what is too long for one message, in several."""
         if peer == ANYBODY:
-            raise ValueError(f"name the source of {array.nbytes} bytes: they are several messages")
+            raise ValueError(
+                f"receiving {array.nbytes} bytes needs a source, for they come in several "
+                "messages; pass source="
+            )
         flat, step = array.reshape(-1), plans.MAX_MESSAGE_BYTES // array.itemsize
         parts = [
             self._message(kind, flat[start : start + step], peer, tag, dtype, priority)
@@ -400,10 +403,12 @@ class Group(GroupBase):
         """Start an operation that sums."""
         code = self._dtype(array, dtype)
         if not isinstance(op, Op):
-            raise TypeError(f"op is fastps.Average, Sum, Min, Max or another such, not {op!r}")
+            raise TypeError(
+                f"op must be fastps.Average, Sum, Min, Max or another fastps.Op, got {op!r}"
+            )
         if op is Op.ADASUM:
             raise ArgumentError(
-                "op must not be Adasum here: only allreduce() and DistributedOptimizer() have it"
+                "op=Adasum is supported by allreduce() and DistributedOptimizer() only"
             )
         rule = op.reduction
         rule.check(code)
@@ -412,7 +417,7 @@ class Group(GroupBase):
         if op is Op.AVERAGE and code is DType.BOOL:
             raise TypeError("booleans have no average")
         if out is not None and out is not array and np.may_share_memory(array, out):
-            raise ValueError("array and out overlap; use the same array or two")
+            raise ValueError("array and out overlap; pass the same array, or two that are apart")
         return self._start(
             key, make, array, out, result,
             channel=self.channels.of(name), label=self._label(key, name),
@@ -440,7 +445,7 @@ class Group(GroupBase):
         like: what others bring the like of, if it is not the array.
         """
         if array is not None and out is not None and not is_apart(array, out, place):
-            raise ValueError("array and out overlap; use two")
+            raise ValueError("array and out overlap; pass two that are apart")
         some = array if array is not None else out
         code = None if some is None else self._dtype(some, dtype)
         if code is not None and not brought:
@@ -460,22 +465,27 @@ class Group(GroupBase):
 
     def _member(self, index: int, what: str) -> int:
         if not 0 <= operator.index(index) < self.size:
-            raise ValueError(f"{what} {index} is not a member: the group has {self.size}")
+            raise ValueError(f"{what} must be from 0 to {self.size - 1}, got {index}")
         return operator.index(index)
 
     def _counts(self, counts: Sequence[int] | None, total: int) -> list[int]:
         if counts is None:
             if total % self.size:
-                raise ValueError(f"{total} elements do not divide among {self.size}; give counts")
+                raise ValueError(
+                    f"{total} elements do not divide evenly among {self.size} members; pass "
+                    "counts="
+                )
             return [total // self.size] * self.size
         found = [operator.index(count) for count in counts]
         if len(found) != self.size or min(found) < 0 or sum(found) != total:
-            raise ValueError(f"counts {found} are not {total} elements of {self.size} members")
+            raise ValueError(
+                f"counts must be {self.size} numbers of elements, {total} in all, got {found}"
+            )
         return found
 
     def _check_size(self, what: str, array: Array, size: int) -> None:
         if array.size != size:
-            raise ValueError(f"{what} has {array.size} elements, and {size} are needed")
+            raise ValueError(f"{what} must have {size} elements, got {array.size}")
 
     def _bytes(self, counts: Sequence[int], array: Array) -> list[int]:
         return [count * array.itemsize for count in counts]

@@ -166,7 +166,10 @@ class GroupBase:
                 kind.program.is_linked = True
             with self.gate:
                 if self.is_removed:
-                    raise ValueError(f"{label}: its process set was removed, and is not in use")
+                    raise ValueError(
+                        f"{label}: its process set was removed; call add_process_set() again on "
+                        "all workers"
+                    )
                 operation = self._host.exchange.start(
                     kind.program, channel, name=label, input=array, output=out,
                     itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
@@ -311,7 +314,7 @@ class GroupBase:
         """
         place = sum(there[: self.rank]) // array.itemsize if kind == "allgather" else None
         if out is not None and not is_apart(array, out, place):
-            raise ValueError("array and out overlap; use two")
+            raise ValueError("array and out overlap; pass two that are apart")
         check_arrays(kind, array, out)
         about = About(self, name, (kind, *here, *there, root, dtype), 1, brought, root=root)
         form = form_of(rows_of(brought), root)
@@ -424,7 +427,7 @@ class GroupBase:
     def _dtype(self, array: Array, dtype: DType | None) -> DType:
         code = dtype_of(array.dtype) if dtype is None else dtype
         if code.itemsize != array.itemsize:
-            raise TypeError(f"{array.dtype} elements do not hold {code.name}")
+            raise TypeError(f"dtype {code.name.lower()} does not fit an array of {array.dtype}")
         return code
 
     def _explain(

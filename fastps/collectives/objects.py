@@ -112,7 +112,7 @@ def _to_plain(obj: Any) -> Any:
         return _extension(NAMESPACE, _pairs(vars(obj)))
     if isinstance(obj, Unsendable):
         raise obj.why
-    raise TypeError(f"{type(obj).__name__} cannot be broadcast; use {_SUPPORTED}")
+    raise TypeError(f"objects of type {type(obj).__name__} cannot be broadcast; use {_SUPPORTED}")
 
 
 def _is_masked(obj: Any) -> bool:

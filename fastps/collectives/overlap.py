@@ -20,9 +20,13 @@ def check_arrays(label: str, array: Array | None, out: Array | None) -> None:
     """Raise ValueError for arrays that an operation cannot read or write."""
     for one in (array, out):
         if one is not None and not one.flags.c_contiguous:
-            raise ValueError(f"{label}: an array is not C-contiguous")
+            raise ValueError(
+                f"{label}: an array is not C-contiguous; pass np.ascontiguousarray(array)"
+            )
     if array is not None and out is not None and array.dtype != out.dtype:
-        raise ValueError(f"{label}: the output is {out.dtype}, the input {array.dtype}")
+        raise ValueError(
+            f"{label}: out is {out.dtype}, but the input is {array.dtype}; both must be alike"
+        )
 
 
 def copy_alone(steps: Schedule, array: Array | None, out: Array | None) -> None:

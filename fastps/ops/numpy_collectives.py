@@ -543,7 +543,7 @@ def _unwire(array: Array, dtype: np.dtype[Any]) -> Array:
 
 def _sum_wire(array: Array, op: Op) -> Array:
     if array.dtype.kind == "c" and op not in (Sum, Average):
-        raise TypeError(f"complex numbers have no {op.value}")
+        raise TypeError(f"op {op.value} does not support complex numbers; use Sum or Average")
     return _wire(array)
 
 
@@ -554,7 +554,9 @@ def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | Non
     check_targets(out)
     if out.dtype != source.dtype:
         what = "the tensor" if name is None else f"tensor {name!r}"
-        raise ValueError(f"{what}: the output is {out.dtype}, the input {source.dtype}")
+        raise ValueError(
+            f"{what}: out is {out.dtype}, but the input is {source.dtype}; both must be alike"
+        )
     return _wire(out)
 
 

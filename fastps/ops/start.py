@@ -310,7 +310,7 @@ def _place_for(
 ) -> Array:
     """Return where everybody's rows go."""
     if out is not None and not is_apart(array, out, sum(counts[:rank]) * width_of(array)):
-        raise ValueError("array and out overlap; use two")
+        raise ValueError("array and out overlap; pass two that are apart")
     return _result_of("allgather", name, (sum(counts), *array.shape[1:]), array.dtype, out)
 
 
@@ -479,7 +479,7 @@ def _swapping(rows: Rows, out: Array | None, received: list[int]) -> Stages:
     received[:] = blocks.counts
     group, array = rows.group, rows.array
     if out is not None and not is_apart(array, out):
-        raise ValueError("array and out overlap; use two")
+        raise ValueError("array and out overlap; pass two that are apart")
     shape = sum(received), *array.shape[1:]
     out = _result_of("alltoall", rows.name, shape, array.dtype, out)
     if blocks.is_whole:
@@ -558,7 +558,7 @@ def start_grouped_reducescatter(
 def _rows_of_each(array: Array, group: Group) -> list[int]:
     """Divide rows evenly, in the order of members; the first get what is left."""
     if not array.ndim:
-        raise ValueError("an array without dimensions has no rows to scatter")
+        raise ValueError("reducescatter() needs an array of at least one dimension")
     each, rest = divmod(len(array), group.size)
     return [each + (member < rest) for member in range(group.size)]
 
@@ -573,7 +573,7 @@ def _result_of(
         what = call if name is None else f"{call} {name!r}"
         is_whole = "" if out.flags.c_contiguous else ", not C-contiguous"
         raise ValueError(
-            f"{what}: the output is {out.dtype} {out.shape}{is_whole}, the result {dtype} {shape}"
+            f"{what}: out is {out.dtype} {out.shape}{is_whole}, but the result is {dtype} {shape}"
         )
     return out
 
@@ -621,7 +621,7 @@ def _gathering_to(rows: Rows, out: Array | None) -> Stages:
     is_root = group.rank == root
     out = _result_of("gather", rows.name, shape, array.dtype, out) if is_root else None
     if out is not None and not is_apart(array, out):
-        raise ValueError("array and out overlap; use two")
+        raise ValueError("array and out overlap; pass two that are apart")
     if blocks.is_whole:
         return completed(array if out is None else blocks.land(out))
     sizes = [count * rows.width for count in blocks.counts]
@@ -673,14 +673,16 @@ def _splits(array: Array, splits: Sequence[int] | None, process_set: ProcessSet)
     size, rows = process_set.size(), len(array) if array.ndim else 0
     if splits is None:
         if rows % size or not array.ndim:
-            raise ValueError(f"{rows} rows do not divide among {size} workers: give splits")
+            raise ValueError(
+                f"{rows} rows do not divide evenly among {size} workers; pass splits="
+            )
         return [rows // size] * size
     try:
         found = [operator.index(count) for count in splits]
     except TypeError:
         raise ArgumentError(
-            f"splits {splits} are not integers, the rows for each worker"
+            f"splits must be integers, the rows for each worker, got {splits}"
         ) from None
     if len(found) != size or min(found) < 0 or sum(found) != rows:
-        raise ValueError(f"splits {found} are not {rows} rows for {size} workers")
+        raise ValueError(f"splits must be {size} numbers of rows, {rows} in all, got {found}")
     return found

@@ -29,7 +29,7 @@ def check_targets(tensor: Any) -> None:
     is_whole = isinstance(tensor, np.ndarray | np.generic | str)
     for one in tensor if isinstance(tensor, Collection) and not is_whole else (tensor,):
         if not isinstance(one, np.ndarray):
-            raise TypeError(f"a tensor to be written to is {not_an_array_text(one)}")
+            raise TypeError(f"the tensor to write to is {not_an_array_text(one)}")
         refuse_masked(one, "a tensor to be written to")
 
 
@@ -37,8 +37,8 @@ def refuse_masked(tensor: object, what: str) -> None:
     """Raise TypeError for a masked array: what travels is its data, without the mask."""
     if type(tensor) is not np.ndarray and isinstance(tensor, np.ma.MaskedArray):
         raise TypeError(
-            f"{what} is a masked array, whose mask no operation keeps: pass array.filled(value), "
-            "with a value that may count for the masked elements, or array.data"
+            f"{what} is a masked array, and operations ignore masks; pass array.filled(value) or "
+            "array.data"
         )
 
 
@@ -63,13 +63,15 @@ def check_output(what: str, array: Array, output: Array) -> None:
     refuse_masked(array, what)
     refuse_masked(output, what)
     if not array.flags.c_contiguous or not output.flags.c_contiguous:
-        raise ValueError(f"{what} is not C-contiguous; pass np.ascontiguousarray(...)")
+        raise ValueError(f"{what} is not C-contiguous; pass np.ascontiguousarray(array)")
     if output is array:
         return
     if output.shape != array.shape or output.dtype != array.dtype:
         raise ValueError(
-            f"{what}: the output is {output.dtype} {output.shape}, the input "
-            f"{array.dtype} {array.shape}"
+            f"{what}: out is {output.dtype} {output.shape}, but the input is "
+            f"{array.dtype} {array.shape}; both must be alike"
         )
     if np.may_share_memory(array, output) and array.ctypes.data != output.ctypes.data:
-        raise ValueError(f"{what}: input and output overlap; use the same array or two")
+        raise ValueError(
+            f"{what}: input and out overlap; pass the same array, or two that are apart"
+        )

@@ -40,7 +40,7 @@ class Search:
     def __init__(self, knobs: Sequence[Knob], *, seed: int = 0) -> None:
         """Start with what the knobs have. ValueError without knobs, or with one of no values."""
         if not knobs or not all(knob.values for knob in knobs):
-            raise ValueError("a search needs knobs, and each of them values")
+            raise ValueError("a search needs at least one knob, and at least one value for each")
         self.knobs = tuple(knobs)
         self.start: Setting = tuple(knob.start for knob in knobs)
         self.setting = self.start  # to be measured now; in the end what was chosen

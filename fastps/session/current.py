@@ -79,8 +79,8 @@ def _check_reentry(call: str) -> None:
     """Raise FastPSError in a thread that would wait for itself."""
     if threading.get_ident() in (_closing, _starting and _starting.thread):
         raise FastPSError(
-            f"{call} was called while this thread is inside init() or shutdown(), by a signal "
-            "handler or a callback; call it when those have returned"
+            f"{call} was called by a signal handler or a callback while this thread is inside "
+            "init() or shutdown(); call it when they have returned"
         )
 
 
@@ -104,8 +104,9 @@ def _started(settings: Mapping[str, object]) -> Session:
     excepthook.hook(_report_failure, is_brief=config.log_level != "DEBUG")
     if config.role not in ("worker", "validator"):
         raise ConfigError(
-            f"init() makes a worker or a validator, and FASTPS_ROLE or DMLC_ROLE says that this "
-            f"is a {config.role}: start `fastps-server --role {config.role}`, or unset them"
+            "init() is for workers and validators, but FASTPS_ROLE or DMLC_ROLE is "
+            f"{config.role}; start `fastps-server --role {config.role}` instead, or unset the "
+            "variable"
         )
     session = _join(config, settings)
     outside_job.watch(session.size)
@@ -213,5 +214,5 @@ def current() -> Session:
 def known() -> Session:
     """Return the process's session, or the one it was forked from, for what never changes."""
     if _current is None:
-        raise NotInitializedError("call fastps.init() first")
+        raise NotInitializedError("fastps is not initialized; call fastps.init() first")
     return _current

@@ -70,8 +70,7 @@ class ForgetMixin:
         unknown = [name for name in names if name not in declared and name not in known]
         if unknown:
             raise ConfigError(
-                f"{unknown[0]!r} is not declared, nor had an operation this name: it cannot be "
-                "forgotten"
+                f"cannot forget {unknown[0]!r}: no tensor or operation has this name"
             )
         if self._client is not None and names:
             self._forget_everywhere(self._client, names, groups if known else None)

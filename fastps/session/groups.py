@@ -79,8 +79,8 @@ class Groups:
         """The group of all workers; ConfigError where this is none."""
         if self.me >= self._session.size:
             raise ConfigError(
-                f"this is validator {self.me - self._session.size}: collective operations are the "
-                "workers'; see fastps.HeldParameters"
+                f"this process is validator {self.me - self._session.size}, and only workers may "
+                "call collective operations; use fastps.HeldParameters"
             )
         return self._world
 
@@ -90,9 +90,13 @@ class Groups:
         key: tells apart groups of the same ranks. Does not communicate. Raises ValueError.
         """
         if len(set(ranks)) != len(ranks) or not all(0 <= r < self._session.size for r in ranks):
-            raise ValueError(f"{list(ranks)} are not some of {self._session.size} workers")
+            raise ValueError(
+                f"ranks {list(ranks)} must be different numbers from 0 to {self._session.size - 1}"
+            )
         if self.me not in ranks:
-            raise ValueError(f"worker {self.me} is not one of {list(ranks)}")
+            raise ValueError(
+                f"worker {self.me} is not among ranks {list(ranks)}; only members may call this"
+            )
         return self._make(ranks, key or "group", "process set")
 
     def _make(self, ranks: Sequence[int], key: str = "", words: str = "") -> Group:
@@ -209,7 +213,9 @@ class Groups:
         used = [(one, name) for one in self.known.values() for name in names]
         for group, name in used:
             for label in group.in_flight(group.channels.names_of(name)):
-                raise FastPSError(f"{label!r} is in flight: synchronize() it before you forget it")
+                raise FastPSError(
+                    f"cannot forget {label!r} while it is in flight; call synchronize() first"
+                )
         stuck = {
             label
             for group, name in used if group.size > 1
@@ -224,8 +230,7 @@ class Groups:
         for name in unknown:
             if all(name in nowhere for _, (_, _, nowhere) in told):
                 raise ConfigError(
-                    f"{name!r} is not declared, nor had an operation this name on any worker: it "
-                    "cannot be forgotten"
+                    f"cannot forget {name!r}: no tensor or operation has this name on any worker"
                 )
         invalidate_call_cache()
         kept = set().union(*(some for _, (_, some, _) in told))

@@ -221,8 +221,8 @@ class JoinState:
         factor = self.correction(ticket.name, ticket.version, range(self._session.size))
         if factor != 1.0 and not layout.coding.keeps_scale:
             raise FastPSError(
-                f"{ticket.name!r} is {layout.coding}, and some workers have called join(): their "
-                "zeros would count as signs; give scaling=True"
+                f"{ticket.name!r} is {layout.coding}, and some workers have called join(), whose "
+                "zeros would count as signs; use scaling=True"
             )
         return factor
 
@@ -260,8 +260,8 @@ class JoinState:
         current, size = self._rounds[self._number], self._session.size
         if self._steps.is_tuning:  # which broadcasts, and lays gradients out anew
             raise FastPSError(
-                "join(): tuning, which takes all workers, is not over; call it when "
-                "statistics()['autotune_is_over'], or set FASTPS_AUTOTUNE=0"
+                "join() cannot be called while settings are tuned, which needs all workers; wait "
+                "for statistics()['autotune_is_over'], or set FASTPS_AUTOTUNE=0"
             )
         if not self._has_joined:  # a second call after a StallError just goes on
             self._finish_own(timeout_s)
@@ -292,7 +292,7 @@ class JoinState:
         for one in in_flight:
             if one.wait(timeout_s=timeout_s) is None:
                 raise StallError(
-                    f"join(): {one.name!r}, which was started before, is not complete within "
+                    f"join(): {one.name!r}, which this worker started before, did not end within "
                     f"{timeout_s:g} s; other workers have not started it"
                 )
 

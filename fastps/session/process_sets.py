@@ -60,13 +60,13 @@ class ProcessSet:
         """Return what does the work; ValueError says why this worker cannot use the set."""
         if self._home is None or self._home is not current().groups:
             raise ValueError(
-                f"process set {self.ranks} is not in use: call add_process_set() on all workers "
-                "after init(), and after remove_process_set()"
+                f"process set {self.ranks} is not registered; call add_process_set() on all "
+                "workers after init(), and after remove_process_set()"
             )
         if self._group is None:
             raise ValueError(
-                f"worker {current().rank} is not in process set {self.ranks}, so it cannot take "
-                "part: ask included() first"
+                f"worker {current().rank} is not in process set {self.ranks}; check included() "
+                "before you call its operations"
             )
         return self._group
 
@@ -115,8 +115,8 @@ def checked_set(process_set: ProcessSet) -> ProcessSet:
     """Return what is a process set; TypeError says what else to give."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
-            f"process_set is {process_set!r}, not a ProcessSet: give what add_process_set() gave, "
-            "or leave it out for all workers"
+            f"process_set must be a ProcessSet, got {process_set!r}; pass what add_process_set() "
+            "returned, or leave it out for all workers"
         )
     return process_set
 
@@ -131,12 +131,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _agree("add_process_set", found)
     if not found.ranks:
-        raise ValueError("a process set needs a member")
+        raise ValueError("a process set needs at least one rank")
     groups, ranks = current().groups, found.ranks
     if found is global_process_set or found._home is groups:
-        raise ValueError(f"process set {ranks} is in use already")
+        raise ValueError(
+            f"process set {ranks} exists already; use it, or call remove_process_set() first"
+        )
     if len(set(ranks)) != len(ranks) or not 0 <= ranks[0] <= ranks[-1] < current().size:
-        raise ValueError(f"{ranks} are not some of {current().size} workers")
+        raise ValueError(f"ranks {ranks} must be different numbers from 0 to {current().size - 1}")
     key = groups.next_key()
     found._group = groups.group(ranks, key) if current().rank in ranks else None
     found._home = groups
@@ -186,11 +188,11 @@ def _agree(call: str, process_set: ProcessSet, in_flight: Sequence[str] = ()) ->
     if any(said != words for said, _ in told.values()):
         listed = ", ".join(f"worker {rank} {said}" for rank, (said, _) in told.items())
         raise MismatchError(
-            f"all workers must add and remove process sets alike, but called: {listed}"
+            f"all workers must add and remove process sets in the same order, but called: {listed}"
         )
     busy = [f"worker {rank} has {names[0]!r}" for rank, (_, names) in told.items() if names]
     if busy:
         raise FastPSError(
-            f"{words}: {', '.join(busy)} in flight on it; synchronize() what was started there, "
-            "on all its members, and call it again"
+            f"{words}: {', '.join(busy)} in flight on it; synchronize() its operations on all "
+            "members, and call it again"
         )

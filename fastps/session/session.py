@@ -197,9 +197,8 @@ class Session(ForgetMixin):
         self.check_usable()
         if policy != Policy.SUM and not (self._client and self.connections.owners):
             raise ConfigError(
-                f"{policy.name} needs servers; workers of one machine use none, for they reduce "
-                "in shared memory: start some (fastps-run -s 1), there with "
-                "FASTPS_FORCE_DISTRIBUTED=1"
+                f"{policy.name} needs servers, and workers of one machine reduce in shared "
+                "memory; start servers (fastps-run -s 1) and set FASTPS_FORCE_DISTRIBUTED=1"
             )
         found = rules.rule_of(rule)
         wanted = [
@@ -681,7 +680,7 @@ class Session(ForgetMixin):
 
     def _checked_root(self, root_rank: int) -> int:
         if not 0 <= operator.index(root_rank) < self.size:
-            raise ValueError(f"root_rank {root_rank} is not a rank: there are {self.size} workers")
+            raise ValueError(f"root_rank must be from 0 to {self.size - 1}, got {root_rank}")
         return operator.index(root_rank)
 
     def check_usable(self) -> None:

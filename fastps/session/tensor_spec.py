@@ -51,9 +51,11 @@ def pair(name: Names, tensor: Arrays) -> tuple[Sequence[str], Sequence[Array]]:
             raise TypeError(f"tensor {name!r} is {not_an_array_text(tensor)}")
         return (name,), (tensor,)
     if isinstance(tensor, str) or not all(isinstance(one, str) for one in name):
-        raise TypeError("a tensor or a sequence of them comes first, then its name or their names")
+        raise TypeError(
+            "pass the tensor, or a sequence of tensors, first, then its name, or their names"
+        )
     if isinstance(tensor, np.ndarray) or len(name) != len(tensor):
-        raise ValueError("a sequence of names needs a sequence of as many arrays")
+        raise ValueError("tensors and names must be sequences of the same length")
     check_distinct(name)
     return name, tensor
 
@@ -63,7 +65,7 @@ def check_distinct(names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         twice = next(name for place, name in enumerate(names) if name in names[:place])
         raise ValueError(
-            f"the name {twice!r} appears twice in one call; each tensor needs its own"
+            f"the name {twice!r} appears twice in one call; each tensor needs a name of its own"
         )
 
 
@@ -97,7 +99,7 @@ def checked_priorities(priority: int | Sequence[int], count: int) -> list[int]:
         raise ValueError(f"{count} tensors need as many priorities, not {len(found)}")
     for number in found:
         if not MIN_PRIORITY <= number <= MAX_PRIORITY:
-            raise ValueError(f"priority {number} does not fit 32 bits")
+            raise ValueError(f"priority must fit 32 bits, got {number}")
     return found
 
 
@@ -106,10 +108,12 @@ def check_arrays(
 ) -> None:
     """Refuse what cannot be reduced; the message names the tensor."""
     if not name:
-        raise ValueError("a tensor needs a name that is the same on all workers")
+        raise ValueError("a tensor needs a name, the same on all workers")
     code = dtype_of(array.dtype) if dtype is None else dtype
     if code.itemsize != array.dtype.itemsize:
-        raise TypeError(f"tensor {name!r}: {array.dtype} elements do not hold {code.name}")
+        raise TypeError(
+            f"tensor {name!r}: dtype {code.name.lower()} does not fit an array of {array.dtype}"
+        )
     if average and code is DType.BOOL:
         raise TypeError(f"tensor {name!r}: booleans have no average; use average=False")
     check_output(f"tensor {name!r}", array, output)
@@ -119,7 +123,7 @@ def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the extents as plain numbers; an array has no negative one."""
     extents = tuple(map(operator.index, shape))
     if any(extent < 0 for extent in extents):
-        raise ValueError(f"tensor {name!r}: {extents} is not a shape")
+        raise ValueError(f"tensor {name!r}: a shape has integers of 0 or more, got {extents}")
     return extents
 
 
@@ -150,9 +154,9 @@ def make_layout(
         and (policy is not Policy.ACCUMULATE or staleness != ANY_STALENESS)
     ):
         raise ConfigError(
-            f"{name!r} is {coding}, but of what {policy.name} holds values come back whole"
+            f"{name!r} is {coding}, but {policy.name} returns values uncompressed"
             + f" with a staleness of {staleness}" * (policy is Policy.ACCUMULATE)
-            + ": declare it without compression"
+            + "; declare it without compression"
         )
     fits = functools.partial(Coding.fits, code=dtype, nbytes=nbytes,
                              min_bytes=config.min_compress_bytes)  # fmt: skip
@@ -160,8 +164,8 @@ def make_layout(
     updates = updates if updates is not None and fits(updates) else PLAIN
     if is_followed(policy, coding) and dtype not in (DType.FLOAT32, DType.FLOAT64):
         raise ConfigError(
-            f"{name!r} is {dtype.name.lower()}, and changes of held values travel encoded for "
-            "float32 and float64 alone: declare it without compression"
+            f"{name!r} is {dtype.name.lower()}, and changes of held values can be compressed for "
+            "float32 and float64 only; declare it without compression"
         )
     partition_bytes = partition_bytes or config.partition_bytes
     if coding.is_whole:
@@ -187,14 +191,14 @@ def check_taking_part(name: str, above: int, config: Config, policy: Policy) -> 
     """
     if above >= 0:
         raise ConfigError(
-            f"tensor {name!r}: push_pull() and broadcasts are the workers', and this is validator "
-            f"{above}; see fastps.HeldParameters"
+            f"tensor {name!r}: only workers may call push_pull() and broadcasts, and this process "
+            f"is validator {above}; use fastps.HeldParameters"
         )
     if config.goes_on and policy not in (Policy.DEADLINE_ROUNDS, Policy.ACCUMULATE):
         raise ConfigError(
-            f"tensor {name!r}: push_pull() and what is declared need all workers, and "
-            "FASTPS_ON_LOSS=reweight goes on without some; use allreduce(), or let servers hold "
-            "what is trained (LocalSGD with deadline_s, AsyncLocalSGD)"
+            f"tensor {name!r}: push_pull() and declared tensors need all workers, but with "
+            "FASTPS_ON_LOSS=reweight a job goes on without lost ones; use allreduce(), LocalSGD "
+            "with deadline_s, or AsyncLocalSGD"
         )
 
 
@@ -203,11 +207,11 @@ def check_rule(
 ) -> None:
     """Raise ConfigError or TypeError where a tensor of n workers cannot be under a rule."""
     if not is_summed:
-        raise ConfigError(f"{name!r} is {rule}: by push_pull() alone")
+        raise ConfigError(f"{name!r} is {rule}, which only push_pull() supports")
     if n > 1 and not is_sent:
         raise ConfigError(
-            f"{name!r} is {rule}, which needs servers that are trusted; workers of one machine "
-            "use none, for they reduce in shared memory: set FASTPS_FORCE_DISTRIBUTED=1 for all"
+            f"{name!r} is {rule}, which needs trusted servers, and workers of one machine reduce "
+            "in shared memory; set FASTPS_FORCE_DISTRIBUTED=1 for all"
         )
     try:
         rule.check_voices(n, dtype)
@@ -223,7 +227,7 @@ def _piece_bytes(name: str, rule: Rule, nbytes: int, partition_bytes: int) -> in
         return min(partition_bytes, RULED_BYTES)
     if nbytes > MAX_PARTITION_BYTES:
         raise ConfigError(
-            f"tensor {name!r} is {rule}, which looks at all of it at once: {nbytes} bytes are "
-            f"above {MAX_PARTITION_BYTES}; split it"
+            f"tensor {name!r} has {nbytes} bytes, and {rule} needs all of it at once, at most "
+            f"{MAX_PARTITION_BYTES}; split the tensor"
         )
     return max(partition_bytes, -(-nbytes // ALIGNMENT) * ALIGNMENT)

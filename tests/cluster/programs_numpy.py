@@ -361,7 +361,7 @@ def bounds(size: int) -> None:
     for one in (fastps.global_process_set, fastps.add_process_set(range(size))):
         refused(
             TypeError,
-            "worker 0 could not send its object: function cannot be broadcast",
+            "worker 0 could not send its object: objects of type function cannot be broadcast",
             lambda: fastps.broadcast_object(refused, process_set=one),  # noqa: B023
         )
 

@@ -253,9 +253,9 @@ def of_groups() -> str:
                 ).all()
                 group.barrier().wait()
         assert turn < 2 or not begun, (turn, begun)
-    with pytest.raises(TypeError, match="do not hold"):
+    with pytest.raises(TypeError, match="does not fit an array"):
         some[0].allreduce(np.ones(5000), np.empty(5000), op=Op.MAX, dtype=DType.FLOAT32)
-    with pytest.raises(ValueError, match="not a member"):
+    with pytest.raises(ValueError, match="root must be from 0 to"):
         some[0].broadcast(np.ones(5000), root=size)
     fastps.shutdown()
     return "done"
@@ -390,7 +390,7 @@ def _set_that_comes_and_goes(me: int) -> None:
                 turn + 1
             )
     fastps.remove_process_set(pair)
-    with pytest.raises(ValueError, match="not in use"):
+    with pytest.raises(ValueError, match="not registered"):
         fastps.allreduce(np.full(9, 1), process_set=pair, op=fastps.Max)
     fastps.add_process_set(pair)
     for turn in range(2):

@@ -233,7 +233,7 @@ def _misuse(some: fastps.ProcessSet) -> None:
     flight = fastps.allreduce_async(np.ones(2), "one", op=fastps.Max) if me == 0 else None
     if flight is not None:
         text = caught(lambda: fastps.forget("one"))
-        assert "'allreduce one' is in flight" in text, text
+        assert "cannot forget 'allreduce one' while it is in flight" in text, text
     fastps.barrier()
     if flight is None:
         flight = fastps.allreduce_async(np.ones(2), "one", op=fastps.Max)

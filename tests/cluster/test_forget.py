@@ -65,7 +65,7 @@ def test_after_a_mistake_every_name_works_on(way):
     )
     for rank, errors in enumerate(found):
         assert errors["unknown"][0] == "ConfigError"
-        assert "'never' is not declared" in errors["unknown"][1]
+        assert "cannot forget 'never'" in errors["unknown"][1]
         if workers == 1:
             continue
         assert errors["in order"][0] == errors["some"][0] == "StallError"

@@ -130,7 +130,7 @@ def test_an_urgent_push_by_name_overtakes_that_of_another_model():
 def test_calls_of_another_role_are_refused():
     worker, judge = run_job(programs.refusals, workers=1, servers=1, validators=1)
     for text, words in zip(
-        judge, ("the workers', and this is validator 0", "this is validator 0", "not held", "0"),
+        judge, ("this process is validator 0", "this process is validator 0", "not held", "0"),
         strict=True,
     ):  # fmt: skip
         assert words in text

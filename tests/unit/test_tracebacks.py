@@ -43,7 +43,9 @@ def test_errors_of_ours_show_the_users_lines_alone(hook, capsys):
     assert "fastps/session/current.py" in "".join(before)
     assert "fastps/session/current.py" not in shown
     assert "in failing_call" in shown
-    assert shown.rstrip().endswith("NotInitializedError: call fastps.init() first")
+    assert shown.rstrip().endswith(
+        "NotInitializedError: fastps is not initialized; call fastps.init() first"
+    )
     assert hook == []
 
 
