@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for BlueFog: the shape of its pytorch_benchmark.py and pytorch_resnet.py.
 
-One import line is changed. Pictures are random, and a residual network small. It measures
-throughput, and --train-steps shows that the network learns its pictures, by heart.
+One import line is changed. Images are random, and the residual network is small. The script
+measures throughput; --train-steps shows that the network learns its images by heart.
 
 fastps-run -np 4 -s 0 python examples/bluefog_benchmark.py --model lenet --atc-style
 """
@@ -112,7 +112,7 @@ torch.set_num_threads(1)
 torch.manual_seed(1)
 model = make_model(args.model)
 n_images = args.batch_size * args.batches_per_allreduce
-data = torch.rand(n_images, 3, 32, 32)  # the same for all, so that all learn the same by heart
+data = torch.rand(n_images, 3, 32, 32)  # the same images on all workers
 target = torch.randint(0, 10, (n_images,))
 optimizer = wrap(optim.SGD(model.parameters(), lr=0.1))
 bf.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for BlueFog: the shape of its pytorch_average_consensus.py, two import lines changed.
 
-Workers average random vectors with their neighbors, or by push-sum through windows, in which
-nobody waits for anybody and P tells what share of the whole each has.
+Workers average random vectors with their neighbours, or by push-sum through windows. In push-sum
+no worker waits for another, and P is the share of the whole that a worker has.
 
 fastps-run -np 4 -s 0 python examples/bluefog_consensus.py --enable-dynamic-topology
 """
@@ -73,7 +73,7 @@ def push_sum(x):
     assert bf.win_create(x, name="x", zero_init=True)
     for turn in range(args.max_iters):
         if turn % 10 == 0:
-            bf.barrier()  # nobody ends before others have begun
+            bf.barrier()  # no worker ends before the others have begun
         to_ranks = neighbors
         if args.enable_dynamic_topology:
             to_ranks = [neighbors[turn % len(neighbors)]]
@@ -84,7 +84,7 @@ def push_sum(x):
         )  # fmt: skip
         bf.win_update_then_collect(name="x")
     bf.barrier()
-    bf.win_update_then_collect(name="x")  # what others have given since
+    bf.win_update_then_collect(name="x")  # the updates of others since then
     p = bf.win_associated_p(name="x")
     mean_p = bf.allreduce(torch.tensor([p], dtype=torch.double), average=True).item()
     if bf.rank() == 0:

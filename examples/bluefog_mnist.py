@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for BlueFog: the shape of its pytorch_mnist.py, two import lines changed.
 
-The digits are scikit-learn's, of 8 by 8 pixels, so nothing is downloaded.
+The digits are scikit-learn's, of 8 by 8 pixels, so the script downloads nothing.
 
 fastps-run -np 4 -s 0 python examples/bluefog_mnist.py --dist-optimizer neighbor_allreduce
 """
@@ -30,8 +30,10 @@ parser.add_argument(
              "gradient_allreduce", "win_put", "empty"],
 )  # fmt: skip
 parser.add_argument("--disable-dynamic-topology", action="store_true")
-parser.add_argument("--average-every", type=int, default=20, help="iterations of a global average")
-parser.add_argument("--threshold", type=float, default=85.0, help="per cent, wanted at the end")
+parser.add_argument(
+    "--average-every", type=int, default=20, help="iterations for a global average"
+)
+parser.add_argument("--threshold", type=float, default=85.0, help="least accuracy in per cent")
 
 
 class Net(nn.Module):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for BlueFog: the shape of its pytorch_optimization.py, two import lines changed.
 
-Each worker has data of its own, and all together minimise a convex function by one of four
-recursions over a graph. Diffusion ends near the optimum, with a bias; the others at it.
+Each worker has its own data. All together minimise a convex function by one of four recursions
+over a graph. Diffusion ends near the optimum, with a bias; the others end at it.
 
 fastps-run -np 4 -s 0 python examples/bluefog_optimization.py --method push_diging
 """

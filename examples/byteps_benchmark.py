@@ -5,7 +5,7 @@
     fastps-run -np 2 python examples/byteps_benchmark.py --ddp
     fastps-run -np 2 python examples/byteps_benchmark.py --cross-barrier
 
-The model is a small one that is made here, so torchvision is not needed.
+The script builds a small model, so it does not need torchvision.
 """
 
 import argparse

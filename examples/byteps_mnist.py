@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for BytePS: the shape of its train_mnist_byteps.py, of which one import line changed.
+"""A script for BytePS: the shape of its train_mnist_byteps.py, one import line changed.
 
-The digits are made here, so nothing is downloaded.
+The script generates the digits, so it downloads nothing.
 
 fastps-run -np 2 python examples/byteps_mnist.py --epochs 2 --no-cuda
 """

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with workers of which two lie, by every rule under every attack.
+"""Train with two Byzantine workers of eight, by every rule under every attack.
 
     fastps-run -np 8 -s 1 --env FASTPS_SHARED_MEMORY=0 python examples/byzantine.py
 
-A classifier of scikit-learn's digits: each round every worker takes eight steps with its own
-eighth of the data and pushes what its model changed by; the server makes one change of the eight
-by a rule, and all add it to the model. Workers 0 and 1 lie. Printed is the accuracy on what was
-held out after the last round; --plot FILE draws it round by round, a panel for each attack (needs
-matplotlib). The exit code is 1 unless, under the attacks "negative" and "random", the average ends
-below 60 % and the geometric median, Krum and the trimmed mean above 80 %.
+The model is a classifier of scikit-learn's digits. In each round every worker takes eight steps
+with its own eighth of the data and pushes the change of its model. The server combines the eight
+changes by a rule, and all workers add the result to the model. Workers 0 and 1 are Byzantine.
+
+The program prints the held-out accuracy after the last round. --plot FILE draws it round by round,
+a panel for each attack (needs matplotlib). Thresholds: under the attacks "negative" and "random"
+the average ends below 60 %, and the geometric median, Krum and the trimmed mean end above 80 %.
+The exit code is 1 if a threshold is missed.
 """
 
 from __future__ import annotations
@@ -172,8 +174,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--plot", metavar="FILE", default="")
+    parser.add_argument("--rounds", type=int, default=40, help="number of rounds")
+    parser.add_argument("--plot", metavar="FILE", default="", help="draw the accuracies into it")
     options = parser.parse_args()
     fastps.init()
     data = Data(fastps.size())

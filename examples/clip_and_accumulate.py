@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of four passes make one step, and their average is clipped before it.
+"""Accumulate the gradients of four passes into one step, and clip their average before it.
 
 fastps-run -np 2 python examples/clip_and_accumulate.py
 """

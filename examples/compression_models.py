@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small convolutional and a small transformer model with every compression; compare.
+"""Compare all compressions on a small convolutional model and on a small transformer.
 
     fastps-run -np 2 -s 1 --env FASTPS_SHARED_MEMORY=0 python examples/compression_models.py
-    ... python examples/compression_models.py --model transformer
+    fastps-run -np 2 -s 1 --env FASTPS_SHARED_MEMORY=0 python examples/compression_models.py \\
+        --model transformer
 
-The data are the digits of scikit-learn, a fifth of them held out. Thresholds: with error feedback
-every codec's mean accuracy over the seeds is within 1 point of the uncompressed one or above, and
-onebit and topk of 1 % without it lose more than 1 point to themselves with it. The exit code is 1
-if that is not so; docs/compression.md tells how the setup was chosen. --plot FILE draws the
+The data are the digits of scikit-learn; a fifth of them is held out. Thresholds: with error
+feedback every codec's mean accuracy over the seeds is at most 1 point below the uncompressed one.
+Without it onebit and topk of 1 % lose more than 1 point to themselves with it. The exit code is 1
+if a threshold is missed; docs/compression.md says how the setup was chosen. --plot FILE draws the
 accuracies (needs matplotlib).
 
-A transformer's accuracy differs by points between runs that differ in their last bits, so what is
-tested of it is the average of its weights over the second half of the steps (Polyak and Juditsky,
-1992).
+A transformer's accuracy differs by points between runs that differ in their last bits. So the
+average of its weights over the second half of the steps is tested (Polyak and Juditsky, 1992).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import fastps.torch as fps
 BATCH = 32
 RATE = 0.1
 STEPS = {"conv": 600, "transformer": 3000}
-BESIDE = {name: name.removesuffix(", no feedback") for name in WITHOUT}  # what it is to lose to
+BESIDE = {name: name.removesuffix(", no feedback") for name in WITHOUT}  # compared with
 
 
 class Transformer(nn.Module):
@@ -106,8 +106,10 @@ def main() -> int:
     parser.add_argument("--model", choices=sorted(STEPS), default="conv")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="0: as many as measured with")
-    parser.add_argument("--only", default="", help="names of compressions, between semicolons")
+    parser.add_argument("--steps", type=int, default=0, help="0: those of the measurements")
+    parser.add_argument(
+        "--only", default="", help="names of compressions, separated by semicolons"
+    )
     parser.add_argument("--plot", metavar="FILE", default="")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script of torch's DistributedDataParallel: two lines are new, marked so.
+"""A script of torch's DistributedDataParallel; comments mark the two new lines.
 
 fastps-run -np 2 python examples/ddp_port.py
 """

@@ -4,9 +4,9 @@
     fastps-run -np 8 -s 0 python examples/decentralized.py --seeds 5 --plot digits.png
 
 Each worker has its own part of the data: dealt out evenly or, with --skew, sorted by label, so
-that it knows one or two digits. At the end the models are averaged, and rank 0 prints the accuracy
-on the images held out: the mean over seeds, and the worst. The exit code is 1 if a graph is more
-than a point below all-reduce: a threshold that was written before the figures.
+that it knows one or two digits. At the end the models are averaged, and rank 0 prints the held-out
+accuracy: the mean over seeds, and the worst. The exit code is 1 if a graph is more than a point
+below all-reduce; this threshold was written before the figures.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def train(name: str, seed: int, options: argparse.Namespace) -> float:
     steps = options.epochs * (len(load_digits().target) // (size * options.batch))
     chance = torch.Generator().manual_seed(1000 * seed + rank)
     for step in range(steps):
-        for group in optimizer.param_groups:  # a rate that falls takes the bias away
+        for group in optimizer.param_groups:  # a falling rate removes the bias
             group["lr"] = options.rate * (1 - step / steps)
         if prepare is not None:
             prepare(optimizer, turns)
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=0.5)
-    parser.add_argument("--skew", action="store_true", help="give each worker few of the digits")
+    parser.add_argument("--skew", action="store_true", help="sort the data by label")
     parser.add_argument("--plot", type=Path, help="draw the accuracies into this file")
     options = parser.parse_args()
     torch.set_num_threads(1)

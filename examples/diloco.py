@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with steps of one's own and rare exchanges (DiLoCo), beside an exchange at every step.
+"""Compare local SGD with rare exchanges (DiLoCo) with an exchange at every step.
 
     fastps-run -np 4 -s 1 --env FASTPS_SHARED_MEMORY=0 python examples/diloco.py --json runs.jsonl
     fastps-run -np 8 -s 1 --env FASTPS_SHARED_MEMORY=0 python examples/diloco.py --liars 2 \\
         --json runs.jsonl
     python examples/diloco.py --report runs.jsonl --plot runs.png
 
-Two models: a classifier of scikit-learn's digits, and a transformer that reads this project's
-documentation character by character. Every way sees the same samples as often, with AdamW on each
-worker, whose rate falls along a cosine; DiLoCo exchanges every 20 steps, with Nesterov's momentum
-outside. With --liars the first workers send six times the opposite of what they have changed, and
-a rule stands for the average; the base is then an exchange at every step of workers that all tell
-the truth. Each run adds a line to the file. --report compares the means over the seeds of the loss
-on what was held out, and the bytes that workers sent, and its exit code is 1 if a threshold is
-missed. Those are in WAYS and LYING, were written down with the rates before the first of the
-seeds (from 310 on) was run, and come from simulations and runs with other seeds, as
-docs/slow-links.md says.
+There are two models: a classifier of scikit-learn's digits, and a transformer that reads this
+project's documentation character by character. All runs see the same samples equally often, with
+AdamW on each worker, whose rate falls along a cosine. DiLoCo exchanges every 20 steps, with
+Nesterov's momentum outside.
+
+With --liars the first workers are Byzantine: they send six times the opposite of their change, and
+a rule replaces the average. The base is then an exchange at every step of honest workers.
+
+Each run adds a line to the file. --report compares the means over the seeds of the held-out loss,
+and the bytes that workers sent. Its exit code is 1 if a threshold is missed. The thresholds are in
+WAYS and LYING. They were written down with the rates before the first of the seeds (from 310 on)
+was run, and come from simulations and runs with other seeds, as docs/slow-links.md says.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ OUTER = {"lr": 0.9, "momentum": 0.7, "nesterov": True}
 FIRST_SEED = 310
 ALLOWED = 1.02  # of the loss of an exchange at every step
 SHARE = 1.02 / EVERY  # of its bytes; more than 1/20 for headers
-SCALE = 6.0  # of a lie
+SCALE = 6.0  # of a Byzantine update
 PAGES = Path(__file__).parents[1] / "docs"
 WINDOW, WIDTH, HEADS, LAYERS = 32, 48, 4, 2
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -57,7 +59,7 @@ class Way(NamedTuple):
     share: float = 1.0  # of the bytes of the base, at most
     is_over: bool = False
     codec: Any = None
-    rule: Callable[[int], Any] = lambda _: None  # of the number of liars
+    rule: Callable[[int], Any] = lambda _: None  # of the number of Byzantine workers
     fragments: int = 1
     delay: int = 0
 
@@ -221,7 +223,7 @@ def run(kind: type[Digits | Text], seed: int, options: argparse.Namespace) -> No
                     file.write(json.dumps(line) + "\n")
 
 
-# ---- what came of it ----
+# ---- the report ----
 
 Table = dict[str, list[tuple[Way, np.ndarray[Any, Any]]]]
 
@@ -291,14 +293,14 @@ def draw(table: Table, path: Path) -> None:
 def main() -> int:
     """Train in all ways, or report on runs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
-    parser.add_argument("--steps", type=int, default=0, help="of each worker (default 400)")
-    parser.add_argument("--only", choices=("Digits", "Text"), help="one of the models")
-    parser.add_argument("--liars", type=int, default=0, help="so many lie")
+    parser.add_argument("--steps", type=int, default=0, help="steps of each worker (default 400)")
+    parser.add_argument("--only", choices=("Digits", "Text"), help="train only this model")
+    parser.add_argument("--liars", type=int, default=0, help="number of Byzantine workers")
     parser.add_argument("--json", type=Path, help="add a line for each run to this file")
     parser.add_argument("--report", type=Path, help="compare the runs of this file")
-    parser.add_argument("--plot", type=Path, help="with --report: draw them into this file")
+    parser.add_argument("--plot", type=Path, help="with --report: draw the runs into this file")
     options = parser.parse_args()
     if options.report:
         lines = [json.loads(one) for one in options.report.read_text("utf-8").splitlines()]

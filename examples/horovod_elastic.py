@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for Elastic Horovod: training goes on from its last commit after a worker was lost.
+"""A script for Elastic Horovod: training continues from its last commit after a worker was lost.
 
 fastps-run -np 2 --restarts 3 python examples/horovod_elastic.py --lose-worker-at 7
 
-The data are made here. The job is started again as a whole; what was not committed is done again,
-and the weights are those of a run in which nothing was lost.
+The script generates its data. After a loss the whole job is started again and repeats the steps
+since the last commit. The weights are those of a run without a loss.
 """
 
 import argparse
@@ -22,7 +22,12 @@ parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--batches-per-commit", type=int, default=3)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--lr", type=float, default=0.05)
-parser.add_argument("--lose-worker-at", type=int, default=-1, help="a batch of the second epoch")
+parser.add_argument(
+    "--lose-worker-at",
+    type=int,
+    default=-1,
+    help="kill the last worker at this batch of the second epoch",
+)
 args = parser.parse_args()
 
 

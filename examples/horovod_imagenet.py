@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for Horovod: what its pytorch_imagenet_resnet50.py does, with one import line changed.
+"""A script for Horovod: the steps of its pytorch_imagenet_resnet50.py, one import line changed.
 
-Learning rates that warm up with the number of workers, several batches for each exchange, and
-checkpoints, from which it goes on by itself: start it again with more epochs. Pictures and model
-are small and made here, so nothing is downloaded.
+It warms up learning rates with the number of workers, uses several batches for each exchange, and
+resumes from its checkpoints: start it again with more epochs. The script generates small images
+and a small model, so it downloads nothing.
 
 fastps-run -np 2 python examples/horovod_imagenet.py --epochs 3 --folder out/imagenet
 """
@@ -23,12 +23,12 @@ import fastps.torch as hvd  # was: import horovod.torch as hvd
 CLASSES = 10
 
 parser = argparse.ArgumentParser(description="Pictures of ten classes by data parallelism")
-parser.add_argument("--folder", type=Path, default=Path("out/imagenet"), help="of checkpoints")
+parser.add_argument("--folder", type=Path, default=Path("out/imagenet"), help="for checkpoints")
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--warmup-epochs", type=float, default=1)
 parser.add_argument("--batch-size", type=int, default=16)
 parser.add_argument("--batches-per-allreduce", type=int, default=1)
-parser.add_argument("--base-lr", type=float, default=0.02, help="of one worker and one batch")
+parser.add_argument("--base-lr", type=float, default=0.02, help="for one worker and one batch")
 parser.add_argument("--fp16-allreduce", action="store_true")
 parser.add_argument("--use-adasum", action="store_true")
 parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)

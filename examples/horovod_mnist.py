@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for Horovod: the shape of its pytorch_mnist.py, of which one import line was changed.
+"""A script for Horovod: the shape of its pytorch_mnist.py, one import line changed.
 
-The digits are made here, so nothing is downloaded.
+The script generates the digits, so it downloads nothing.
 
 fastps-run -np 2 python examples/horovod_mnist.py --epochs 2
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for Horovod: the shape of its pytorch_synthetic_benchmark.py, with one line changed.
 
-The model is a small one that is made here, so torchvision is not needed.
+The script builds a small model, so it does not need torchvision.
 
 fastps-run -np 2 python examples/horovod_synthetic_benchmark.py
 """

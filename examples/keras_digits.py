@@ -3,8 +3,8 @@
 
 KERAS_BACKEND=jax fastps-run -np 2 python examples/keras_digits.py
 
-Each worker has its share of the images; the learning rate, as many times as there are workers,
-warms up over the first epochs, metrics are those of all workers, and worker 0 tells and saves.
+Each worker has its share of the images. The learning rate is multiplied by the number of workers,
+and warms up over the first epochs. Metrics are those of all workers; worker 0 prints and saves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", help="a file, *.keras")
+    parser.add_argument("--save", help="save the model to this file, *.keras")
     arguments = parser.parse_args()
     fps.init()
     keras.utils.set_random_seed(arguments.seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning over fastps: its DDP strategy takes the backend by name.
+"""Train with Lightning: its DDP strategy takes the backend by name.
 
 torchrun --nproc-per-node 2 examples/lightning_fit.py
 """

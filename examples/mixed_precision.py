@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automatic mixed precision: autocast to bfloat16, and a GradScaler as float16 needs it.
+"""Train with automatic mixed precision: autocast to bfloat16, and a GradScaler as for float16.
 
 fastps-run -np 2 python examples/mixed_precision.py
 
-The scaler finds the averages of all workers, so all leave out the same steps. Gradients travel
-as float16 here (compression=), and are summed in float32.
+The scaler sees the averages of all workers, so all workers leave out the same steps. Gradients
+travel as float16 (compression=), and are summed in float32.
 """
 
 import torch

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec of your own for PyTorch: what travels is smaller than the gradient.
+"""Use your own codec with PyTorch, so that less data travels than the gradient has.
 
     fastps-run -np 2 python examples/own_codec.py
 
-Any object with compress() and decompress() can be given as compression=. This one rounds each
-element to eight bits of a scale that all workers share, and sends int16, half of float32: sums of
-up to 258 workers have room in it.
+Any object with compress() and decompress() can be passed as compression=. This one rounds each
+element to eight bits of a scale that all workers share, and sends int16, half of float32. int16
+has room for the sum of up to 258 workers.
 """
 
 import torch

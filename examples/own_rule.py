@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rule of your own: servers import it by name, workers ask for it by the same name.
+"""Use your own rule: servers import it by name, and workers request it by the same name.
 
     cd examples
     fastps-run -np 5 -s 1 --env FASTPS_SHARED_MEMORY=0 --env FASTPS_RULES=own_rule:middle_half \\
         python own_rule.py
 
-The interquartile mean: in each element the lowest and the highest quarter are left out. One of the
-five workers lies; the average follows it, the rule does not.
+The rule is the interquartile mean: it leaves out the lowest and the highest quarter of each
+element. One of the five workers is Byzantine; the average follows it, the rule does not.
 """
 
 import numpy as np

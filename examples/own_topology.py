@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph of your own: who averages with whom, and by which weights.
+"""Use your own graph: define which workers average with each other, and by which weights.
 
     fastps-run -np 6 -s 0 python examples/own_topology.py
 
-Two triangles joined by one edge ("barbell"): whom a worker hears, for each rank. A worker weighs
-itself and those it hears alike; spectral_gap() tells how fast such averages spread.
+The graph is two triangles joined by one edge ("barbell"), given as the in-neighbours of each rank.
+A worker weights itself and its in-neighbours equally. spectral_gap() says how fast such averages
+spread.
 """
 
 import numpy as np

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Go on from a checkpoint: rank 0 writes and reads it, the others are told what it holds.
+"""Resume from a checkpoint: rank 0 writes and reads it, and broadcasts it to the others.
 
 fastps-run -np 2 python examples/resume.py /tmp/model.pt
 
-Each run trains ten epochs more. Together with fastps-run --restarts 3 a job that lost a process
-starts again where the last checkpoint was.
+Each run trains ten more epochs. With fastps-run --restarts 3 a job that lost a process starts
+again from the last checkpoint.
 """
 
 import os
@@ -38,7 +38,7 @@ for epoch in range(first, first + 10):
     loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
     loss.backward()
     optimizer.step()
-    if fps.rank() == 0:  # under another name first: an end in between spoils nothing
+    if fps.rank() == 0:  # under another name first, so that a crash leaves the old file whole
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
         torch.save(state, f"{path}.new")
         os.replace(f"{path}.new", path)

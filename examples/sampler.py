@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each worker reads its own part of a data set, another one in each epoch.
+"""Give each worker its own part of a data set, another part in each epoch.
 
 fastps-run -np 2 python examples/sampler.py
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script for Horovod: the shape of its tensorflow2_synthetic_benchmark.py, one line changed.
 
-The model is a small one that is made here, so keras.applications is not needed.
+The script builds a small model, so it does not need keras.applications.
 
 fastps-run -np 2 python examples/tensorflow_synthetic_benchmark.py
 """
@@ -45,7 +45,7 @@ def benchmark_step(first_batch):
     tape = hvd.DistributedGradientTape(tape, compression=compression)
     gradients = tape.gradient(loss, model.trainable_variables)
     opt.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
-    if first_batch:  # as Horovod's; opt.variables is no function in Keras 3
+    if first_batch:  # as in Horovod's; opt.variables is a property in Keras 3
         return None
     return loss
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a classifier of handwritten digits on several workers, and prove that it was done right.
+"""Train a classifier of handwritten digits on several workers, and verify the result.
 
     fastps-run -np 2 -s 2 python examples/train_digits.py --verify
 
 The data are the 1797 images of 8 x 8 pixels that come with scikit-learn; a fifth of them is held
 out for the test. Each worker takes its own part of every global batch. At the end rank 0 prints
-the test accuracy, the rate, the bytes moved and the share of time spent waiting for other
-workers; then all workers prove that their weights are bitwise equal, and with --verify rank 0
-trains once more, alone, on the same global batches, and compares. The exit code is 1 if a proof
-fails.
+the test accuracy, the rate, the bytes moved and the share of time spent waiting for other workers.
+Then all workers check that their weights are bitwise equal. With --verify rank 0 trains once more,
+alone, on the same global batches, and compares. The exit code is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ import fastps.torch as fps
 try:
     from rich.live import Live
     from rich.text import Text
-except ImportError:  # plain lines then
+except ImportError:  # plain lines without rich
     Live = None
 
 TEST_SHARE = 0.2
 ACCURACY_FLOOR = 0.95
-# Two ways to add up one batch differ in the last bit of each gradient (2^-24 relative). With
+# Two orders of summing one batch differ in the last bit of each gradient (2^-24 relative). With
 # smooth layers some hundred steps leave less than 1e-6 of that in the weights; kinks (ReLU,
 # MaxPool) would let it grow to 1e-2. A gradient that is wrong once shows as 1e-3 and more.
 TOLERANCE = 1e-4
-LINE_S = 1.0  # between two lines of progress where no terminal redraws one
+LINE_S = 1.0  # between two lines of progress without a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,9 +264,9 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=("mlp", "cnn"), default="cnn")
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--epochs", type=int, default=30, help="passes over the data")
     parser.add_argument("--batch", type=int, default=32, help="images per worker and step")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of data, weights and batches")
     parser.add_argument(
         "--verify", action="store_true", help="train again in one process and compare the weights"
     )
@@ -280,7 +279,7 @@ def main() -> int:
     torch.set_num_threads(1)  # the network is too small to share
     fps.init()
     digits = load(options.seed)
-    torch.manual_seed(options.seed + fps.rank())  # unequal on purpose: the broadcast makes equal
+    torch.manual_seed(options.seed + fps.rank())  # different until the broadcast
     model = make_model(options.model)
     twin = copy.deepcopy(model)
     outcome = train(model, digits, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with three workers that lie and one that does not; a validator tells them apart.
+"""Train with three Byzantine workers and one honest one; a validator tells them apart.
 
 fastps-run -np 4 -s 1 -v 1 python examples/validated_torch.py
 """
@@ -49,7 +49,7 @@ def main() -> None:
         print(f"loss {loss:.4f}, accepted", *(
             f"{shares[f'accepted_share_of_worker_{worker}']:.0%}" for worker in range(fps.size())
         ))  # fmt: skip
-    else:  # worker 0 tells the truth
+    else:  # worker 0 is honest
         kind = fps.ValidatedOptimizer if fps.rank() == 0 else Liar
         optimizer = kind(model, inner, sync_every=STEPS, participation=0.9, sparsity=0.2)
         for _ in range(ROUNDS):

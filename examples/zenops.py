@@ -8,17 +8,21 @@
     fastps-run -np 8 -s 2 -v 2 python examples/zenops.py --asynchronous --json runs.jsonl
     python examples/zenops.py --report runs.jsonl --plot runs.png
 
-The classifier and the digits of byzantine.py, cut into nine: each of eight workers trains with a
-ninth and skips a tensor with a probability of 0.2, what it skips stays in its model and goes out
-later; so does one that sits a round out (--participation). The validator has the last. In step, 40
-rounds of 8 steps; at each worker's pace, 62 updates of each, with steps that are drawn back to the
-model they began from, at a rate that is divided by the root of nine, as ZenoPS has it; a worker
-begins the next one when about as many were judged as had come before its last. Any worker lies
-about any tensor with a probability of 0.2, or six of eight always do. Each run adds a line to the
-file, the last one a table, and the exit code of --report is 1 if a threshold is missed. They are
-those of CHECKS, over the means of all seeds in the file, and were written down before the first of
-these seeds was run: they come from a simulation with other seeds, and the last one, on flipped
-labels, from one that was missed before.
+The classifier and the digits are those of byzantine.py, cut into nine parts. Each of eight workers
+trains with one part, and the validator has the last. A worker skips a tensor with a probability of
+0.2; the skipped change stays in its model and leaves later. A worker that sits a round out
+(--participation) does the same. Each worker's update of a tensor is wrong with a probability of
+0.2, or six of eight workers always send wrong updates.
+
+Synchronous runs have 40 rounds of 8 steps. Asynchronous runs have 62 updates of each worker; steps
+are drawn back to the model that they began from, and the rate is divided by the root of nine, as
+in ZenoPS. A worker starts its next update when about as many updates were judged as had come
+before its last one.
+
+Each run adds a line to the file. --report prints a table, and its exit code is 1 if a threshold is
+missed. The thresholds are those of CHECKS, over the means of all seeds in the file. They were
+written down before the first of these seeds was run, and come from a simulation with other seeds.
+The last one, on flipped labels, comes from one that was missed before.
 """
 
 from __future__ import annotations
@@ -157,9 +161,9 @@ class Worker:
         self, held: fastps.HeldParameters, case: Case, trainer: Trainer, seed: int, share: float
     ) -> None:
         self.held, self.attack, self.trainer, self.rank = held, case.attack, trainer, fastps.rank()
-        self.share = share  # of the rounds that it takes part in
+        self.share = share  # of the rounds that the worker takes part in
         self.liars = liars_of(case, seed)
-        self.rest = np.zeros_like(trainer.speed)  # what was skipped
+        self.rest = np.zeros_like(trainer.speed)  # the skipped changes
 
     def push(self, back: float) -> None:
         """Train from the model that was pulled, and push what it changed by."""
@@ -169,7 +173,7 @@ class Worker:
             self.trainer.steps(model, back=back)
             changes = split(model - begun)
         is_skipped = self.trainer.random.random(len(changes)) < SKIPPED
-        if self.share < 1:  # no lot is drawn where all take part
+        if self.share < 1:  # without a random draw if all take part
             is_skipped |= self.trainer.random.random() >= self.share
         self.rest = flat([one * skip for one, skip in zip(changes, is_skipped, strict=True)])
         self.held.push(
@@ -185,7 +189,7 @@ class Worker:
         if not self.liars.lies(self.rank, step, block):
             return change
         rng = self.liars.generator(self.rank, step, block)
-        rng.random()  # said that it lies
+        rng.random()  # the draw that made it Byzantine
         with np.errstate(all="ignore"):
             return LIES[self.attack](change, rng)
 
@@ -199,7 +203,7 @@ class Mistakes:
     def __init__(self, liars: attacks.Liars) -> None:
         self.liars = liars
         self.steps: Counter[int] = Counter()  # of each worker
-        self.blocks: Counter[tuple[bool, bool]] = Counter()  # by (is a lie, is accepted)
+        self.blocks: Counter[tuple[bool, bool]] = Counter()  # by (is Byzantine, is accepted)
 
     def count(self, judged: fastps.Judged) -> None:
         """Compare what came of each worker's next update with what it was."""
@@ -339,7 +343,7 @@ def run(
     worker = Worker(held, case, trainer, seed, options.participation)
     for number in range(options.rounds):
         worker.push(BACK if options.asynchronous else 0.0)
-        if options.asynchronous:  # go on when about as many were judged as came until ours
+        if options.asynchronous:  # wait for about as many updates as came before
             held.pull(stamp=began + fastps.size() * number + fastps.rank() + 1)
         else:
             held.pull(stamp=held.stamp + 1)
@@ -485,15 +489,15 @@ def plot(path: str, found: Found) -> None:
 def main() -> int:
     """Run, or report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--asynchronous", action="store_true", help="at each worker's pace")
+    parser.add_argument("--asynchronous", action="store_true", help="train asynchronously")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
-    parser.add_argument("--rounds", type=int, default=0, help="updates of each worker")
+    parser.add_argument("--rounds", type=int, default=0, help="number of updates of each worker")
     parser.add_argument("--participation", type=float, default=1.0,
                         help="how probably a worker takes part in a round")  # fmt: skip
-    parser.add_argument("--only", nargs="+", metavar="RULE", help="by name")
+    parser.add_argument("--only", nargs="+", metavar="RULE", help="run only these rules")
     parser.add_argument("--json", metavar="FILE", default="", help="add a line for each run")
-    parser.add_argument("--report", metavar="FILE", default="", help="what such a file says")
+    parser.add_argument("--report", metavar="FILE", default="", help="print a table of these runs")
     parser.add_argument("--plot", metavar="FILE", default="")
     options = parser.parse_args()
     names = {case.name for case in cases(options.asynchronous)}
