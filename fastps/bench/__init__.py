@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure what a machine and its network give: the command fastps-bench.
+"""Measure the speed of fastps on a machine and its network: the command fastps-bench.
 
-A driver (main.py) starts one job per mode and one that measures the floors, lets them take turns,
+A driver (main.py) starts one job per mode and one that measures the floors, runs them in turns,
 and reports. Order of reading: options, figures (pure); teams, member, floors (processes);
-conditions (what the kernel knows); screen, plot (output); main.
-Nothing here is imported by the library.
+conditions (from the kernel); screen, plot (output); main. The library does not import this room.
 """
 
 
 class BenchError(Exception):
-    """Say why something cannot be measured, read or drawn; the message names the cure."""
+    """A measurement, result file or picture failed; the message says what to do."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel's books say: where and with what a run is made, and what its processes use.
+"""The conditions of a run, and the resources its processes use, as the kernel reports them.
 
-No figure stands alone. Whoever may see the processes (same user and pid namespace) can ask.
+Every figure is recorded with its conditions. Needs the same user and pid namespace as the
+processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _PROC = Path("/proc")
 
 
 def conditions() -> dict[str, Any]:
-    """Collect machine, kernel, versions, settings that are not defaults, and load."""
+    """Return machine, kernel, versions, settings that are not defaults, and load."""
     return {
         "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _field("cpuinfo", "model name", "cpu model") or platform.machine(),
@@ -49,7 +50,7 @@ def headline(found: dict[str, Any]) -> str:
 
 
 def processes_of(job_id: str) -> tuple[int, ...]:
-    """List the processes of a job on this machine, by their environment; itself at least."""
+    """List the processes of a job on this machine, by their environment; at least this one."""
     needle = f"FASTPS_JOB_ID={job_id}".encode()
     found = {os.getpid()}
     for folder in _PROC.glob("[0-9]*") if job_id else ():
@@ -60,19 +61,19 @@ def processes_of(job_id: str) -> tuple[int, ...]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Add up the processor time of living processes, ended threads included."""
+    """Return the total processor time of living processes, including their ended threads."""
     total = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
-            # the kernel's number for the clock of another process, to the nanosecond
+            # the kernel's clock id for the processor time of another process
             total += time.clock_gettime((~pid << 3) | 2)
     return total
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Add up resident memory; a shared page counts once among those that share it.
+    """Return the total resident memory; a shared page counts once among its processes (PSS).
 
-    Where the kernel does not tell shares (no smaps_rollup) shared pages count for each process.
+    On kernels without smaps_rollup shared pages count for each process.
     """
     found = (_field(f"{pid}/smaps_rollup", "pss:") or _field(f"{pid}/status", "vmrss:")
              for pid in pids)  # fmt: skip
@@ -80,7 +81,7 @@ def memory_bytes(pids: Iterable[int]) -> int:
 
 
 def same_host_mark() -> int:
-    """Return a number that processes share if they see each other's process ids."""
+    """Return a number that is equal for processes that see each other's process ids."""
     boot = _text("sys/kernel/random/boot_id").strip().replace("-", "")
     if not boot:
         return os.getpid() | 1 << 61  # a host of its own
@@ -89,14 +90,14 @@ def same_host_mark() -> int:
 
 
 def _text(file: str) -> str:
-    """Read a file of the kernel; nothing where there is none, as of an ended process."""
+    """Return a file of /proc; empty if it does not exist, as for an ended process."""
     with contextlib.suppress(OSError):
         return (_PROC / file).read_text(encoding="utf-8", errors="replace")
     return ""
 
 
 def _field(file: str, *names: str) -> str:
-    """Return what follows the colon in the first line that begins with one of the names."""
+    """Return the text after the colon of the first line that begins with one of the names."""
     lines = (line for line in _text(file).splitlines() if line.lower().startswith(names))
     return next(lines, "").partition(":")[2].strip()
 

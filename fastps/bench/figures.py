@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From measured seconds to rows, and the form of a result file: pure, except for reading it."""
+"""Figures from measured seconds, and the format of a result file: pure, except for file access."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Plain values that are checked when they are read."""
+    """Plain values whose types are checked when they are read."""
 
 
 class Turn(_Record, frozen=True):
-    """What one runner did in one round, as worker 0 answers."""
+    """The measurements of one runner in one round, from worker 0."""
 
     seconds: Sequence[float]  # one per call
-    is_right: bool = True  # every sum that was checked
+    is_right: bool = True  # all checked sums were correct
     cpu_s: float = 0.0  # of the whole turn, all processes
     memory_bytes: int = 0
     moved_bytes: int = 0  # by each process of a floor, in one call
@@ -45,7 +45,7 @@ class Times(_Record, frozen=True):
 
 
 class Row(_Record, frozen=True):
-    """The figures of one mode at one size; None where nothing could be measured."""
+    """The figures of one mode at one size; None if there is no floor."""
 
     label: str
     nbytes: int
@@ -61,7 +61,7 @@ class Row(_Record, frozen=True):
 
 
 class Floor(_Record, frozen=True):
-    """How long plain processes took for the least bytes of one size."""
+    """The times of plain processes for the least bytes of one size."""
 
     label: str
     nbytes: int
@@ -72,7 +72,7 @@ class Floor(_Record, frozen=True):
 
 
 class Result(_Record, frozen=True, tag_field="schema", tag=SCHEMA):
-    """All that one run found; what --json writes."""
+    """All figures of one run; the file that --json writes."""
 
     conditions: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -82,7 +82,7 @@ class Result(_Record, frozen=True, tag_field="schema", tag=SCHEMA):
 
 
 def times_of(turns: Sequence[Turn]) -> Times:
-    """Sum up the seconds of all rounds, at least one call in each; percentiles interpolate."""
+    """Return percentiles over all rounds, with at least one call in each; they interpolate."""
     every = [value for turn in turns for value in turn.seconds]
     rounds = tuple(statistics.median(turn.seconds) for turn in turns)
     p50, p90, p99 = np.percentile(every, (50, 90, 99)).tolist()
@@ -90,7 +90,7 @@ def times_of(turns: Sequence[Turn]) -> Times:
 
 
 def make_floor(turns: Sequence[Turn], work: Work, name: str) -> Floor:
-    """Make a floor at one size out of its turns."""
+    """Return a floor at one size from its turns."""
     moved = turns[0].moved_bytes
     return Floor(work.label, work.nbytes, work.count, name, moved, times_of(turns))
 
@@ -98,7 +98,7 @@ def make_floor(turns: Sequence[Turn], work: Work, name: str) -> Floor:
 def make_row(
     turns: Sequence[Turn], work: Work, mode: str, *, workers: int, floor: Floor | None
 ) -> Row:
-    """Make the row of one mode at one size; per cent of the floor: median of those in a round."""
+    """Return the row of one mode at one size; floor_percent is the median over the rounds."""
     times = times_of(turns)
     rate = work.total / GB / times.p50_s
     cpu_s = statistics.median(turn.cpu_s / len(turn.seconds) for turn in turns)
@@ -115,21 +115,21 @@ def make_row(
 
 
 def write(path: Path, result: Result) -> None:
-    """Write a result file; BenchError. `read` gives an equal result back."""
+    """Write a result file, which `read` reads. Raises BenchError."""
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     except OSError as error:
-        raise BenchError(f"{path} cannot be written: {error}") from error
+        raise BenchError(f"cannot write {path}: {error}") from error
 
 
 def read(path: Path) -> Result:
-    """Read a result file; BenchError says what is wrong with it, and where."""
+    """Read a result file. Raises BenchError that says what is wrong, and where."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except OSError as error:
         raise BenchError(f"{path} cannot be read: {error}") from error
     except msgspec.DecodeError as error:
         raise BenchError(
-            f"{path} is not a whole result of the form {SCHEMA}: {error}; write it anew with "
+            f"{path} is not a whole result of the form {SCHEMA}: {error}; write it again with "
             "fastps-bench --json"
         ) from error

@@ -3,20 +3,21 @@
 
 memory: n processes share n tensors in one piece of memory. Each copies its own 1/n of tensor 0 to
 tensor 1, of tensor 1 to tensor 2 and so on, in pieces that stay in its cache between the copies.
-So n tensors are read and n are written: what reducing where the tensors live costs at least, when
-the sum itself is free.
+So n tensors are read and n are written: the least cost of reducing tensors in place, if the sum
+itself is free.
 
 links: processes in pairs or a ring, one stream socket for each direction: Unix sockets with large
-buffers, or TCP tuned as fastps tunes its own. Small messages are exchanged, as no call can end
-before it has heard of the others; larger ones stream, a thread sends and another receives without
-waiting for anybody. In a pair one is a server: what it gets, and what it sends, passes through
-memory that stays in its cache, as nobody has to keep it there. A stream flows in bursts as large
-as the sockets' buffers, so a value is the mean over a group of calls. network: such a ring between
-machines, in one worker of each.
+buffers, or TCP tuned as fastps tunes its own. Small messages are exchanged, since no call can end
+before it has data of the others; larger ones are streamed: one thread sends and another receives
+independently. In a pair one process is a server: its bytes pass through memory that stays in its
+cache, since a server need not store them. A stream flows in bursts as large as the sockets'
+buffers, so a value is the mean over a group of calls. network: such a ring between machines, in
+one worker of each.
 
-A floor is measured in the workers of a job, one of its own or, because only the job reaches its
-machines, the user's. Places and a secret for the connections travel through fastps; a stranger
-who connects is hung up on. All workers call the same in the same order. Every wait has a deadline.
+A floor is measured in the workers of a job: one of its own, or the user's job, since only that
+reaches its machines. Addresses and a secret for the connections are exchanged by fastps; a
+connection without the secret is closed. All workers make the same calls in the same order. Every
+wait has a deadline.
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ from fastps.transport import sockets, tcp
 
 PIECE = 256 << 10  # bytes; half of it read, half written, all of it in a second-level cache
 ALIGNMENT = 64
-EXCHANGE_BYTES = 64 << 10  # what every socket's buffer takes without a reader
+EXCHANGE_BYTES = 64 << 10  # fits into every socket's buffer without a reader
 BUFFER_BYTES = 4 << 20  # of a Unix socket; the kernel gives less where it allows less
 PASSING_BYTES = 256 << 10  # what a server holds at a time: it stays in its cache
 GROUP_BYTES = 16 << 20  # several times what the buffers of a connection hold
-# The wire paces what arrives, so that a mean needs fewer bytes than between buffers of one host.
+# The network paces the arrivals, so a mean needs fewer bytes than between buffers of one host.
 NETWORK_GROUP_BYTES = 1 << 20
 MIN_GROUPS = 3
 WAIT_S = 60
 TOKEN_BYTES = 32
-STRANGER_S = 2.0  # for whoever connects to show the secret
+STRANGER_S = 2.0  # for a new connection to send the secret
 
 
 def least_bytes(floor: str, nbytes: int, n: int, servers: int = 0) -> int:
-    """Return the bytes that each of n processes moves for a tensor; no way needs fewer.
+    """Return the least bytes that each of n processes moves for a tensor, by any method.
 
     memory: each copies its share 1/n of n tensors: nbytes read and written by each. links
     colocated: each sends, and receives, the shares of the others before and after they are
-    summed: 2(n-1)/n nbytes each way. links apart: each worker sends and receives the whole
-    tensor once, as do the servers together. network: what the busiest of n machines with workers
-    and k more with servers alone sends and receives, 2n(n-1) / (n^2 + kn - 2k) times the tensor,
-    and never less than once. Source: Jiang et al., A Unified Architecture for Accelerating
+    summed: 2(n-1)/n nbytes in each direction. links apart: each worker sends and receives the
+    whole tensor once, as do the servers together. network: the traffic of the busiest of n
+    machines with workers and k more with servers alone, 2n(n-1) / (n^2 + kn - 2k) times the
+    tensor, and at least once. Source: Jiang et al., A Unified Architecture for Accelerating
     Distributed DNN Training in Heterogeneous GPU/CPU Clusters, OSDI 2020, section 4.
     """
     if floor not in (COLOCATED_LINKS, NETWORK):
@@ -82,7 +83,7 @@ class MemoryFloor:
         self._memory: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
     def calls(self, moved: int, count: int) -> list[float]:
-        """Copy so many bytes count times; give the seconds of each."""
+        """Copy `moved` bytes `count` times; return the seconds of each."""
         copies = self._copies(moved)
         seconds = []
         for _ in range(count + 1):
@@ -105,7 +106,7 @@ class MemoryFloor:
 
 
 def _share_memory(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return memory of worker 0 to all workers of the machine, by its descriptor."""
+    """Return memory of worker 0 that all workers of the machine map by its descriptor."""
     descriptor = os.memfd_create("fastps-bench-floor")
     try:
         os.ftruncate(descriptor, nbytes)
@@ -126,7 +127,7 @@ class LinkFloor:
     ) -> None:
         """Take over the sockets; the kernel's timeouts keep an operation one system call.
 
-        keeps: the bytes have places of their own, as in a worker; else they pass through.
+        keeps: all bytes are stored, as in a worker; else they pass through a small buffer.
         """
         self._sender, self._receiver, self._group_bytes = sender, receiver, group_bytes
         self._keeps = keeps
@@ -136,7 +137,7 @@ class LinkFloor:
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", WAIT_S, 0))
 
     def calls(self, moved: int, count: int) -> list[float]:
-        """Send and receive so many bytes count times; give the seconds of each."""
+        """Send and receive `moved` bytes `count` times; return the seconds of each."""
         held = moved if self._keeps else min(moved, PASSING_BYTES)
         ours, theirs = _Bytes(moved, held), _Bytes(moved, held)
         if moved <= EXCHANGE_BYTES:
@@ -156,7 +157,7 @@ class LinkFloor:
             ends.append(time.perf_counter())
         thread.join(WAIT_S)
         if thread.is_alive():
-            raise BenchError("another process of the floor reads no more")
+            raise BenchError("another process of the floor measurement does not read any more")
         return [(end - begin) / group for begin, end in itertools.pairwise(ends)]
 
     def _exchange(self, ours: _Bytes, theirs: _Bytes) -> float:
@@ -166,7 +167,7 @@ class LinkFloor:
         return time.perf_counter() - began
 
     def _send(self, ours: _Bytes, count: int) -> None:
-        with contextlib.suppress(OSError):  # the receiver's side says what is wrong
+        with contextlib.suppress(OSError):  # the receiving thread reports the error
             for _ in range(count):
                 self._send_once(ours)
 
@@ -180,12 +181,12 @@ class LinkFloor:
             while into:
                 got = self._receiver.recv_into(into, 0, socket.MSG_WAITALL)
                 if not got:
-                    raise BenchError("another process of the floor has ended")
+                    raise BenchError("another process of the floor measurement has ended")
                 into = into[got:]
 
 
 class _Bytes:
-    """What one call moves: parts of some memory, which is used again where it is smaller."""
+    """The bytes that one call moves, in parts of memory that is reused if it is smaller."""
 
     def __init__(self, nbytes: int, held: int) -> None:
         self.nbytes = nbytes
@@ -210,7 +211,7 @@ def groups_of(moved: int, count: int, group_bytes: int = GROUP_BYTES) -> tuple[i
 
 
 def make_floor(kind: str, ranks: list[int], config: Config) -> MemoryFloor | LinkFloor | None:
-    """Make this worker's part of a floor of the given ranks; None for those beside it."""
+    """Return this worker's part of a floor of the given ranks; None if it has none."""
     if kind == MEMORY:
         return MemoryFloor(len(ranks))
     step = len(ranks) // 2 if kind == APART_LINKS else 1  # pairs or a ring
@@ -218,20 +219,20 @@ def make_floor(kind: str, ranks: list[int], config: Config) -> MemoryFloor | Lin
     with contextlib.ExitStack() as stack:
         ours: list[Any] = []
         if fastps.rank() in ranks:
-            doors = stack.enter_context(contextlib.closing(open_listeners(config, port=0)))
-            unix = "" if kind == NETWORK else doors.unix
-            ours = [*doors.address, unix, secrets.token_hex(TOKEN_BYTES)]
+            listeners = stack.enter_context(contextlib.closing(open_listeners(config, port=0)))
+            unix = "" if kind == NETWORK else listeners.unix
+            ours = [*listeners.address, unix, secrets.token_hex(TOKEN_BYTES)]
         places = [fastps.broadcast_object(ours, rank, name="fastps.bench.place") for rank in ranks]
         if not ours:
             return None
         sender = _dial(config, *places[(ranks.index(fastps.rank()) + step) % len(ranks)])
-        receiver = accept_known(doors.sockets[-1 if unix else 0], ours[-1])
+        receiver = accept_known(listeners.sockets[-1 if unix else 0], ours[-1])
         is_server = kind == APART_LINKS and ranks.index(fastps.rank()) >= step
         return LinkFloor(sender, receiver, group_bytes, keeps=not is_server)
 
 
 def _dial(config: Config, host: str, port: int, unix: str, token: str) -> socket.socket:
-    """Connect, with the congestion control of links, and show the secret."""
+    """Connect, with the congestion control of links, and send the secret."""
     deadline = time.monotonic() + WAIT_S
     try:
         if unix:
@@ -245,14 +246,14 @@ def _dial(config: Config, host: str, port: int, unix: str, token: str) -> socket
         sockets.write_all(sock, token.encode(), deadline=deadline)
     except OSError as error:
         raise BenchError(
-            f"worker {fastps.rank()} cannot reach {host} port {port} to measure the floor: "
-            f"{error}; workers must be able to connect to each other for it"
+            f"worker {fastps.rank()} cannot connect to {host} port {port} to measure the floor: "
+            f"{error}; allow connections between workers"
         ) from error
     return sock
 
 
 def accept_known(listener: socket.socket, token: str, wait_s: float = WAIT_S) -> socket.socket:
-    """Accept the connection that shows the secret; BenchError when it does not come."""
+    """Accept the connection that sends the secret. Raises BenchError after wait_s."""
     deadline = time.monotonic() + wait_s
     while (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The alternative that everybody with PyTorch has, measured in the same rounds: gloo.
+"""Gloo, the alternative that comes with PyTorch, measured in the same rounds.
 
-Its workers are those of a job of fastps, which brings them together and tells them what to do;
-what is timed is torch.distributed alone. Threads: gloo's own.
+Its workers are those of a fastps job, which starts and directs them; only torch.distributed is
+timed. Threads: gloo's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Gloo:
     """The process group of the workers of this job."""
 
     def __init__(self) -> None:
-        """Meet the others by a file that this user alone can read."""
+        """Find the others by a file that only this user can read."""
         self._torch = importlib.import_module("torch")
         self._dist = importlib.import_module("torch.distributed")
         folder = tempfile.TemporaryDirectory(prefix="fastps-bench-")
@@ -40,7 +40,7 @@ class Gloo:
         atexit.register(self._dist.destroy_process_group)
 
     def tensors(self, arrays: list[Any]) -> list[Any]:
-        """Show arrays to torch; they share their memory."""
+        """Return tensors of torch that share the memory of arrays."""
         return [self._torch.from_numpy(array) for array in arrays]
 
     def reduce(self, tensors: list[Any], *, is_average: bool) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of fastps-bench: driver of jobs, worker of one, or member of the user's own.
+"""Entry point of fastps-bench: driver of jobs, worker of one, or member of the user's job.
 
-Every runner takes one turn per round, so that noise hits all alike. A runner that fails is left
-out from then on, with its reason; the others go on. One thread.
+Every runner takes one turn per round, so that noise affects all alike. A runner that fails is
+dropped, with its reason; the others continue. One thread.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fastps.bench.screen import Step
 from fastps.bench.teams import Team, job_command, job_environment
 from fastps.errors import ConfigError, FastPSError
 
-FIRST_CALLS = 3  # of the turn that warms up and tells how many calls fill a turn
-# What made the figures, under the names that a result file has for it.
+FIRST_CALLS = 3  # of the turn that warms up and determines how many calls fill a turn
+# Options in a result file: name in the file and attribute.
 RECORDED = {"workers": "workers", "servers": "servers", "runs": "runs", "turn_s": "turn_s",
             "dtype": "dtype", "average": "is_average", "tcp": "is_tcp"}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; 0 when every mode was measured, 1 otherwise, 2 for wrong words."""
+    """Run the command line; return 0 if all modes were measured, 1 if not, 2 for wrong usage."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         if options.obey:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             return _measure(options, lambda: _start(options, stack))
     except (BenchError, FastPSError) as error:
-        # The launcher tells who only missed another by the name of the error.
+        # The launcher recognizes the loss of another process by the name of the error.
         kind = "" if isinstance(error, BenchError) else f"{type(error).__name__}: "
         sys.stderr.write(f"fastps-bench: {kind}{error}\n")
         return 1
@@ -71,20 +71,20 @@ def _compare(a: figures.Result, b: figures.Result) -> int:
     return 0
 
 
-def _start(options: Options, stack: contextlib.ExitStack) -> Field:
-    """Start all jobs at once, then wait for each; who does not come is a failure."""
-    field, teams = Field(), list[tuple[list[str], Team]]()
+def _start(options: Options, stack: contextlib.ExitStack) -> RunnerSet:
+    """Start all jobs at once, then wait for each; a job that does not start is a failure."""
+    active, teams = RunnerSet(), list[tuple[list[str], Team]]()
     for names, mode, workers in jobs_of(options):
-        with field.dropping(*names):
+        with active.dropping(*names):
             team = Team(job_command(mode, workers, options), job_environment(mode, options))
             stack.callback(team.close)
-            field.runners |= dict.fromkeys(names, team)
+            active.runners |= dict.fromkeys(names, team)
             teams.append((names, team))
     for names, team in teams:
         stack.callback(team.hang_up)  # runs first: all end at the same time
-        with field.dropping(*names):
+        with active.dropping(*names):
             team.gather()
-    return field
+    return active
 
 
 def _in_job(options: Options) -> int:
@@ -98,32 +98,32 @@ def _in_job(options: Options) -> int:
     with member.joined() as ours:
         if ours.rank:
             return 0
-        field = Field(dict.fromkeys([*ours.floors, *modes], ours), "".join(ours.floors))
-        return _measure(dataclasses.replace(options, workers=ours.size), lambda: field)
+        active = RunnerSet(dict.fromkeys([*ours.floors, *modes], ours), "".join(ours.floors))
+        return _measure(dataclasses.replace(options, workers=ours.size), lambda: active)
 
 
-def _measure(options: Options, start: Callable[[], Field]) -> int:
-    """Let all runners measure, show what they found, and write it."""
+def _measure(options: Options, start: Callable[[], RunnerSet]) -> int:
+    """Measure with all runners, show the figures, and write them."""
     shown, found = screen.make_screen(), conditions()
     shown.say(headline(found))
-    field = start()
-    steps = len(options.works) * len(field.runners) * (options.runs + 1)
+    active = start()
+    steps = len(options.works) * len(active.runners) * (options.runs + 1)
     with shown.progress(steps) as step:
-        groups = list(measure(field, options, step))
+        groups = list(measure(active, options, step))
     recorded = {name: getattr(options, attribute) for name, attribute in RECORDED.items()}
     rows = tuple(row for group, _ in groups for row in group)
     floors = tuple(floor for _, group in groups for floor in group)
-    result = figures.Result(found, recorded, rows, floors, field.failures)
+    result = figures.Result(found, recorded, rows, floors, active.failures)
     if rows or floors:
         shown.table(screen.HEADS, [screen.cells_of(*group) for group in groups if any(group)])
-    for name, reason in field.failures.items():
+    for name, reason in active.failures.items():
         shown.say(f"not measured: {name}: {reason}")
     _write(result, options, shown)
-    return 1 if field.failures else 0
+    return 1 if active.failures else 0
 
 
 def _write(result: figures.Result, options: Options, shown: screen.PlainScreen) -> None:
-    """Write the files that were asked for."""
+    """Write the files that the options name."""
     if options.json_path is not None:
         figures.write(options.json_path, result)
         shown.say(f"figures and conditions: {options.json_path}")
@@ -133,16 +133,16 @@ def _write(result: figures.Result, options: Options, shown: screen.PlainScreen) 
 
 
 @dataclasses.dataclass
-class Field:
-    """The runners that still take part, by name, and why others do not."""
+class RunnerSet:
+    """The runners that still take part, by name, and why others were dropped."""
 
     runners: dict[str, Team | member.Member] = dataclasses.field(default_factory=dict)
-    floor: str = ""  # of every mode; none: each has its own
+    floor: str = ""  # of every mode; empty: each mode has its own
     failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
     def dropping(self, *names: str, where: str = "") -> Iterator[None]:
-        """Leave runners out from now on if they fail."""
+        """Drop runners from now on if they fail."""
         try:
             yield
         except (BenchError, ConfigError, OSError) as error:
@@ -152,15 +152,17 @@ class Field:
                     runner.close()
 
 
-def measure(field: Field, options: Options, step: Step) -> Iterator[tuple[list[Row], list[Floor]]]:
-    """Measure one work after the other; give each one's rows and floors when it is done."""
+def measure(
+    active: RunnerSet, options: Options, step: Step
+) -> Iterator[tuple[list[Row], list[Floor]]]:
+    """Measure one work after the other; yield the rows and floors of each when it is done."""
     for work in options.works:
-        turns = _rounds(field, options, work, step)
+        turns = _rounds(active, options, work, step)
         floors = {
             name: make_floor(found, work, name) for name, found in turns.items()
             if name not in MODES
         }  # fmt: skip
-        beside = {name: floors.get(field.floor or mode.floor) for name, mode in MODES.items()}
+        beside = {name: floors.get(active.floor or mode.floor) for name, mode in MODES.items()}
         rows = [
             make_row(turns[name], work, name, workers=options.workers, floor=floor)
             for name, floor in beside.items() if name in turns
@@ -168,20 +170,20 @@ def measure(field: Field, options: Options, step: Step) -> Iterator[tuple[list[R
         yield rows, list(floors.values())
 
 
-def _rounds(field: Field, options: Options, work: Work, step: Step) -> dict[str, list[Turn]]:
-    """Return the turns of every runner that came through all rounds."""
-    calls = dict.fromkeys(field.runners, FIRST_CALLS)
-    turns: dict[str, list[Turn]] = {name: [] for name in field.runners}
+def _rounds(active: RunnerSet, options: Options, work: Work, step: Step) -> dict[str, list[Turn]]:
+    """Return the turns of every runner that completed all rounds."""
+    calls = dict.fromkeys(active.runners, FIRST_CALLS)
+    turns: dict[str, list[Turn]] = {name: [] for name in active.runners}
     for number in range(options.runs + 1):
-        names = collections.deque(field.runners)
-        names.rotate(-number)  # every round begins with another runner
+        names = collections.deque(active.runners)
+        names.rotate(-number)  # every round starts with another runner
         for name in names:
             step(f"{work.label} {name}")
-            with field.dropping(name, where=f"{work.label}: "):
-                turn = _turn(field, name, options, work, calls[name])
+            with active.dropping(name, where=f"{work.label}: "):
+                turn = _turn(active, name, options, work, calls[name])
                 calls[name] = calls_within(options.turn_s, statistics.median(turn.seconds))
                 turns[name] += [turn] if number else []
-    return {name: found for name, found in turns.items() if name in field.runners}
+    return {name: found for name, found in turns.items() if name in active.runners}
 
 
 def calls_within(turn_s: float, call_s: float) -> int:
@@ -189,7 +191,7 @@ def calls_within(turn_s: float, call_s: float) -> int:
     return max(3, min(2000, math.ceil(turn_s / max(call_s, 1e-9))))
 
 
-def _turn(field: Field, name: str, options: Options, work: Work, calls: int) -> Turn:
+def _turn(active: RunnerSet, name: str, options: Options, work: Work, calls: int) -> Turn:
     command = {
         "runner": name,
         "workers": options.workers,
@@ -200,7 +202,7 @@ def _turn(field: Field, name: str, options: Options, work: Work, calls: int) -> 
         "is_average": options.is_average,
         "calls": calls,
     }
-    turn = Turn(**field.runners[name].ask(command))
+    turn = Turn(**active.runners[name].ask(command))
     if not turn.is_right:
-        raise BenchError("a sum was wrong; please report it with the conditions of this run")
+        raise BenchError("a sum was wrong; please report this with the conditions of this run")
     return turn

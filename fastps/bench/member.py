@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker of a measured job: obeys turns, checks sums, times calls.
+"""One worker of a measured job: take turns, check sums, time calls.
 
-Worker 0 leads, as a driver tells it (`run`) or by itself in a user's job, and commands go to the
-others through fastps. An error on any worker ends the job: workers that are at different
-places cannot go on together. One worker per host adds up what the processes of the job use there.
+Worker 0 leads, directed by a driver (`run`) or by itself in a user's job; it sends commands to the
+others through fastps. An error on any worker ends the job, since workers in different states
+cannot continue together. One worker per host adds up the resources of the job's processes there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from fastps.bench.teams import Message, connect, serve
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-IDLE_S = 86400.0  # for whole turns of other jobs; a driver that is gone ends the wait
-WARM_UPS = 2  # calls before a turn is timed: the barrier let caches and threads cool
-PERIOD = 251  # of the values that are checked; a prime: a piece in a wrong place does not fit
+IDLE_S = 86400.0  # for turns of other jobs; the wait also ends when the driver is gone
+WARM_UPS = 2  # calls before a turn is timed, since caches and threads cool during the barrier
+PERIOD = 251  # of the checked values; a prime, so that a misplaced piece is noticed
 RANK_PERIOD = 5  # PERIOD + RANK_PERIOD is at most 256: exact in every element type
-BLOCK = 1 << 18  # elements that are compared at once, so that checking needs little memory
+BLOCK = 1 << 18  # elements compared at once, so that checking needs little memory
 _KEY = ("nbytes", "count", "dtype", "is_registered", "is_average")
 
 
@@ -37,10 +37,10 @@ class Member:
     """This process in its job."""
 
     def __init__(self) -> None:
-        """Join the job that the environment describes; blocks until everybody is there."""
+        """Join the job that the environment describes; blocks until all have joined."""
         fastps.init()
         self.rank, self.size = fastps.rank(), fastps.size()
-        self.calls: dict[tuple[Any, ...], Calls] = {}  # of one size, by all that tells them apart
+        self.calls: dict[tuple[Any, ...], Calls] = {}  # of one size, by the values of _KEY
         self._settings = config.load()
         marks = self._gather(conditions.same_host_mark())
         is_leader = marks.index(marks[self.rank]) == self.rank
@@ -49,20 +49,20 @@ class Member:
         self._machines = [rank for rank, local in enumerate(local_ranks) if local == 0]
         self._gloo: Gloo | None = None
         self._floors: dict[str, MemoryFloor | LinkFloor | None] = {}
-        # What is slowest decides. Memory is handed on where all see each other's processes.
+        # The slowest connection decides. Memory is shared if all see each other's processes.
         is_shared = self.size > 1 and len(set(marks)) == 1
         self.floors = [NETWORK] if len(self._machines) > 1 else [MEMORY] * is_shared
 
     def ask(self, command: Message) -> Message:
-        """Let every worker obey; give the answer of worker 0, which alone may ask."""
-        _tell(command)
+        """Run a command on every worker; return the answer of worker 0, which alone may ask."""
+        _broadcast(command)
         return self.obey(command)
 
     def close(self) -> None:
-        """Leave the job to the other runners that share it."""
+        """Do nothing: other runners share the job."""
 
     def obey(self, command: Message) -> dict[str, Any]:
-        """Take the turn that the driver asks for."""
+        """Take the turn that a command describes."""
         if command["runner"] not in MODES:
             return self._floor_turn(command["runner"], command)
         key = tuple(command[name] for name in _KEY)
@@ -85,7 +85,7 @@ class Member:
         return {"seconds": seconds, "moved_bytes": moved}
 
     def _turn(self, calls: Calls, count: int) -> dict[str, Any]:
-        """Check one call, then time many; the usage is that of all processes of the job."""
+        """Check one call, then time many; CPU time and memory are of all processes of the job."""
         wrong = _sum(np.array([not calls.is_right(self.rank, self.size)]), "wrong")
         for _ in range(WARM_UPS):
             calls.call()
@@ -115,7 +115,7 @@ def _sum(values: Array, name: str) -> Array:
 
 
 class Calls:
-    """One push_pull call, repeated in place on the same tensors; or what gloo has for it."""
+    """One push_pull call, or gloo's equivalent, repeated in place on the same tensors."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Calls:
         return seconds
 
     def is_right(self, rank: int, size: int) -> bool:
-        """Compare every element of one call with what it must be; the tensors are zero after."""
+        """Return whether every element of one call is correct; the tensors are zero afterwards."""
         for array in self._arrays:
             for part, pattern in _blocks(array):
                 part[...] = pattern + rank % RANK_PERIOD
@@ -177,14 +177,14 @@ class Calls:
 
 
 def _blocks(array: Array) -> Iterator[tuple[Array, Array]]:
-    """Yield the parts of an array, each with the whole numbers that rank 0 puts there."""
+    """Yield the parts of an array, each with the whole numbers that rank 0 writes there."""
     for start in range(0, array.size, BLOCK):
         part = array[start : start + BLOCK]
         yield part, np.arange(start, start + part.size) % PERIOD
 
 
 def _is_expected(found: Array, pattern: Array, size: int, *, is_average: bool) -> bool:
-    """Compare a part of the result: sums to the bit, averages to the rounding of 1/n."""
+    """Return whether a part of the result is correct: sums exactly, averages up to rounding."""
     total = pattern * size + sum(rank % RANK_PERIOD for rank in range(size))
     if is_average and found.dtype.kind == "f":
         near = 4 * float(np.finfo(found.dtype).eps)
@@ -193,7 +193,7 @@ def _is_expected(found: Array, pattern: Array, size: int, *, is_average: bool) -
 
 
 def run(name: str) -> int:
-    """Be a worker of a driver's job: obey it, or worker 0, until it hangs up."""
+    """Run as a worker of a driver's job: follow the driver, or worker 0, until it disconnects."""
     with joined() as ours, contextlib.ExitStack() as stack:
         if ours.rank == 0:
             serve(stack.enter_context(contextlib.closing(connect(name))), ours.ask)
@@ -202,17 +202,17 @@ def run(name: str) -> int:
 
 @contextlib.contextmanager
 def joined() -> Iterator[Member]:
-    """Join the job, and leave it; on the way out all but worker 0 obey it until it leaves."""
+    """Join the job and leave it at the end; other workers than 0 first follow its commands."""
     try:
         ours = Member()
         yield ours
-        while command := _tell({} if ours.rank == 0 else None):
+        while command := _broadcast({} if ours.rank == 0 else None):
             ours.obey(command)
     finally:
         fastps.shutdown()
 
 
-def _tell(command: Message | None = None) -> dict[str, Any]:
-    """Return worker 0's command on all; {} is the last. Other jobs take long turns meanwhile."""
+def _broadcast(command: Message | None = None) -> dict[str, Any]:
+    """Return worker 0's command on all workers; {} is the last. Waits for turns of other jobs."""
     fastps.barrier(timeout_s=IDLE_S)
     return dict(fastps.broadcast_object(command, 0, name="fastps.bench"))

@@ -15,7 +15,7 @@ from fastps.bench.gloo import GLOO
 from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, MEMORY, NETWORK, format_size
 
 Lines = dict[str, list[Row | Floor]]
-# Okabe and Ito's colours, which people who see few colours can tell apart.
+# Okabe and Ito's colours, which colour-blind people can tell apart.
 STYLES: dict[str, dict[str, Any]] = {
     "registered": {"color": "#0072B2", "marker": "o"},
     "private": {"color": "#56B4E9", "marker": "s"},
@@ -30,7 +30,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def check() -> None:
-    """Fail before anything is measured if nothing can be drawn; BenchError."""
+    """Raise BenchError before the measurement if matplotlib is missing."""
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
@@ -40,7 +40,7 @@ def check() -> None:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write a picture of the result; the suffix of path says which kind. BenchError."""
+    """Write a picture of the result, in the format of the path's suffix. Raises BenchError."""
     make_figure = importlib.import_module("matplotlib.figure").Figure
     figure = make_figure(figsize=(11.0, 5.0), layout="constrained")
     times, rates = figure.subplots(1, 2)
@@ -54,11 +54,11 @@ def draw(result: Result, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
-        raise BenchError(f"{path} cannot be written: {error}") from error
+        raise BenchError(f"cannot write {path}: {error}") from error
 
 
 def _lines(result: Result) -> Lines:
-    """Sort what was measured of single tensors into one line per mode and per floor, by size."""
+    """Return the figures of single tensors, one line per mode and per floor, by size."""
     lines: Lines = {}
     every: list[Row | Floor] = [*result.rows, *result.floors]
     for one in sorted(every, key=lambda one: one.nbytes):
@@ -68,9 +68,9 @@ def _lines(result: Result) -> Lines:
 
 
 def _seconds(point: Row | Floor) -> float:
-    """Choose what a point stands for: the median, or of a floor the best round.
+    """Return the time of a point: the median, or for a floor the best round.
 
-    Noise makes a floor only too high, and what was needed at least is what was needed once.
+    Noise can only make a floor's time too long, so its best round is the closest to the limit.
     """
     return min(point.times.rounds_s) if isinstance(point, Floor) else point.times.p50_s
 
@@ -78,7 +78,7 @@ def _seconds(point: Row | Floor) -> float:
 def _panel(
     axes: Any, lines: Lines, title: str, unit: str, value: Callable[[int, float], float]
 ) -> None:
-    """Fill one panel; value turns (bytes, seconds) into what it shows."""
+    """Draw one panel; value: the shown value from (bytes, seconds)."""
     for name, points in lines.items():
         sizes = [point.nbytes for point in points]
         values = [value(point.nbytes, _seconds(point)) for point in points]

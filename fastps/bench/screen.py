@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user sees: figures as the words of a table, and how far we are.
+"""The output for the user: figures in a table, and progress.
 
-rich is used on a terminal if it is installed; everywhere else the same words come as plain text,
-the table on stdout, how far we are on stderr.
+rich is used on a terminal if it is installed; otherwise the same text is plain, with the table on
+stdout and the progress on stderr.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ COMPARED = ("size", "mode", "p50 A", "p50 B", "B/A", "p99 B/A", "CPU B/A", "memo
 Cells = tuple[str, ...]
 Step = Callable[[str], None]
 _UNITS = ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms"), (float("inf"), 1.0, "s"))
-_DIGITS = ((99.95, 0), (9.995, 1), (0.9995, 2), (float("-inf"), 3))  # three, from a value on
+_DIGITS = ((99.95, 0), (9.995, 1), (0.9995, 2), (float("-inf"), 3))  # decimals, from a value on
 _CHANGING = ("began", "load_average")  # differ in every run
 
 
 def format_time(seconds: float) -> str:
-    """Write a time in the unit that suits it, with three digits."""
+    """Return a time in a suitable unit, with three digits."""
     factor, unit = next((f, unit) for below, f, unit in _UNITS if seconds < below * 0.9995)
     return f"{_number(seconds * factor)} {unit}"
 
@@ -79,7 +79,7 @@ def _compared(a: Row, b: Row) -> Cells:
 
 
 def differences(a: Result, b: Result) -> list[str]:
-    """Return in which conditions and options two results differ, a line each."""
+    """Return the conditions and options in which two results differ, a line each."""
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     return [
         f"{name}: {flat_a.get(name, 'none')} -> {flat_b.get(name, 'none')}"
@@ -98,7 +98,7 @@ def _flat(result: Result) -> Iterator[tuple[str, Any]]:
 
 
 def plain_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Lay words out in columns: the first two to the left, numbers to the right."""
+    """Return a table with two left-aligned columns, then right-aligned ones."""
     widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
     sides = "<<" + ">" * (len(widths) - 2)
     columns = [f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)]
@@ -112,13 +112,13 @@ class PlainScreen:
         self._out, self._err = out, err
 
     def say(self, text: str) -> None:
-        """Show a text as it is."""
+        """Show a text."""
         self._out.write(text + "\n")
         self._out.flush()
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Step]:
-        """Yield what to call as each of so many steps begins; ten of them are shown."""
+        """Yield a function to call at the start of each step; about ten steps are shown."""
         numbers = itertools.count(1)
 
         def step(text: str) -> None:
@@ -130,7 +130,7 @@ class PlainScreen:
         yield step
 
     def table(self, heads: Sequence[str], groups: Sequence[Sequence[Cells]]) -> None:
-        """Show all lines with an empty one between groups."""
+        """Show all lines, with an empty line between groups."""
         every = [line for group in groups for line in group]
         shown = iter(plain_table(heads, every).splitlines())
         self.say(next(shown))
@@ -139,11 +139,11 @@ class PlainScreen:
 
 
 class RichScreen(PlainScreen):
-    """A terminal with rich."""
+    """Output on a terminal with rich."""
 
     @contextlib.contextmanager
     def progress(self, steps: int) -> Iterator[Step]:
-        """Yield what to call as each of so many steps begins: it moves a bar on."""
+        """Yield a function to call at the start of each step, which moves a progress bar."""
         rich = _rich("progress")
         columns = rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn()
         with rich.Progress("{task.description}", *columns, transient=True) as bar:
@@ -168,7 +168,7 @@ def _rich(name: str) -> Any:
 
 
 def make_screen(out: TextIO | None = None, err: TextIO | None = None) -> PlainScreen:
-    """Choose rich on a terminal when it is there, plain text otherwise."""
+    """Return a rich screen on a terminal if rich is installed, else a plain one."""
     out, err = out or sys.stdout, err or sys.stderr
     with contextlib.suppress(ImportError):
         if out is sys.stdout and out.isatty() and _rich("console"):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's hold on the jobs it measures: start, command, end, and say what went wrong.
+"""The driver's side of the jobs it measures: start, command, end, and explain failures.
 
-A team is the job of a mode or of the floors under fastps-run. Its worker 0 leads it and hears the
-driver's commands, JSON lines over an abstract Unix socket with a random name. Both sides ask the
-kernel who is at the other end and refuse another user's process, and notice when the other is
-gone, whatever way, because the connection ends. Every wait has a deadline. Used by one thread.
+A team is the job of a mode or of the floors under fastps-run. Its worker 0 leads it and receives
+the driver's commands, JSON lines over an abstract Unix socket with a random name. Both sides
+verify by the kernel that the other process belongs to this user. When one side ends, the
+connection ends, which the other side notices. Every wait has a deadline. Used by one thread.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fastps.transport import sockets
 
 START_S = 120.0  # imports of many processes on a loaded machine
 ANSWER_S = 360.0  # above FASTPS_OP_TIMEOUT_S, so that a worker's own error comes first
-END_S = 15.0  # to end by itself, then to end when asked, then for the kernel to take it down
-LAST_WORDS_S = 5.0  # for the launcher of a failing job to say what it knows
-LAST_LINES = 2  # of what a job wrote: the launcher ends with the cause, and who failed first
-SAY_S = 60.0  # for the other side to accept or to read
-STEP_S = 0.2  # between looks at whether the other process still lives
-# What a job is given anew, so that the driver's own surroundings do not matter.
+END_S = 15.0  # for a job to end by itself, again after SIGTERM, and again after SIGKILL
+LAST_OUTPUT_S = 5.0  # for the launcher of a failing job to report the cause
+LAST_LINES = 2  # of a job's output, which ends with the first cause
+SEND_S = 60.0  # for the other side to accept or to read
+STEP_S = 0.2  # between checks whether the other process still runs
+# Settings that a job does not inherit from the driver.
 _IDENTITY = (config.JOB, config.ADDRESS, config.SECURITY)
 
 Message = Mapping[str, Any]
@@ -45,26 +45,26 @@ class Channel:
         self._sock = sock
         self._file = sock.makefile("rb")
 
-    def say(self, message: Message) -> None:
-        """Send a message; OSError when the other side is gone or does not read."""
-        self._sock.settimeout(SAY_S)
+    def send(self, message: Message) -> None:
+        """Send a message. Raises OSError when the other side is gone or does not read."""
+        self._sock.settimeout(SEND_S)
         self._sock.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, *, timeout_s: float | None) -> dict[str, Any] | None:
-        """Receive a message, TimeoutError; None when the other side has hung up."""
+    def receive(self, *, timeout_s: float | None) -> dict[str, Any] | None:
+        """Return the next message, None when the other side has closed. Raises TimeoutError."""
         self._sock.settimeout(timeout_s)
         line = self._file.readline()
         found = json.loads(line) if line.endswith(b"\n") else None
         return found if isinstance(found, dict) else None
 
     def close(self) -> None:
-        """Hang up; idempotent."""
+        """Close the connection; idempotent."""
         self._file.close()
         self._sock.close()
 
 
 def accept(listener: socket.socket, *, deadline: float, poll: Callable[[], int | None]) -> Channel:
-    """Wait for a process of ours; gives up early when poll gives its exit code."""
+    """Accept a process of this user; raise BenchError early when poll returns its exit code."""
     while time.monotonic() < deadline:
         listener.settimeout(STEP_S)
         with contextlib.suppress(TimeoutError):
@@ -74,33 +74,33 @@ def accept(listener: socket.socket, *, deadline: float, poll: Callable[[], int |
             sock.close()
         if (code := poll()) is not None:
             raise BenchError(f"it ended with code {code}")
-    raise TimeoutError("it did not report in time")
+    raise TimeoutError("it did not start in time")
 
 
 def connect(name: str) -> Channel:
-    """Connect to a driver; BenchError."""
+    """Connect to a driver. Raises BenchError."""
     try:
-        sock = sockets.connect_unix(name, deadline=time.monotonic() + SAY_S)
+        sock = sockets.connect_unix(name, deadline=time.monotonic() + SEND_S)
         if not sockets.is_own_user(sock):
             sock.close()
             raise PermissionError("it belongs to another user")
     except OSError as error:
-        raise BenchError(f"no driver of fastps-bench answers: {error}") from error
+        raise BenchError(f"cannot connect to the driver of fastps-bench: {error}") from error
     return Channel(sock)
 
 
 def serve(channel: Channel, obey: Callable[[Message], Message]) -> None:
-    """Answer one command after the other until the driver hangs up."""
+    """Answer one command after the other until the driver closes the connection."""
     with contextlib.suppress(ConnectionError):
-        while (command := channel.hear(timeout_s=None)) is not None:  # while the driver lives
-            channel.say(obey(command))
+        while (command := channel.receive(timeout_s=None)) is not None:  # while the driver lives
+            channel.send(obey(command))
 
 
 class Team:
-    """A job that was started here, and its worker 0 as the one that obeys."""
+    """A job that the driver started, with a connection to its worker 0."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it in a session of its own: Ctrl-C is the driver's. The last word: our socket."""
+        """Start it in a session of its own (Ctrl-C is for the driver), with our socket's name."""
         self._listener, name = sockets.listen_unix()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         self._channel: Channel | None = None
@@ -114,29 +114,29 @@ class Team:
         )
 
     def gather(self, *, timeout_s: float = START_S) -> None:
-        """Wait until the job is complete, which is when worker 0 reports; BenchError."""
+        """Wait until the job is complete: then worker 0 connects. Raises BenchError."""
         deadline = time.monotonic() + timeout_s
         with self._explaining():
             self._channel = accept(self._listener, deadline=deadline, poll=self._process.poll)
 
     def ask(self, command: Message) -> Message:
-        """Let every worker obey; give the answer of worker 0. BenchError says what failed."""
+        """Run a command on every worker; return the answer of worker 0. Raises BenchError."""
         with self._explaining():
             if self._channel is not None:
-                self._channel.say(command)
-                if answer := self._channel.hear(timeout_s=ANSWER_S):
+                self._channel.send(command)
+                if answer := self._channel.receive(timeout_s=ANSWER_S):
                     return answer
             raise BenchError("it ended")
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Say with an error what the job wrote last: the launcher ends with the first cause."""
+        """Add the job's last lines to an error: the launcher ends with the first cause."""
         try:
             yield
         except (OSError, BenchError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(LAST_WORDS_S)
-            output = self._output.fileno()  # whose place is the job's, which may be writing there
+                self._process.wait(LAST_OUTPUT_S)
+            output = self._output.fileno()  # its offset is the job's, which may still write
             text = os.pread(output, os.fstat(output).st_size, 0)
             lines = text.decode(errors="replace").splitlines()
             said = [line.removeprefix("[fastps-run]").strip() for line in lines if line.strip()]
@@ -144,13 +144,13 @@ class Team:
             raise BenchError("; ".join([what, *said[-LAST_LINES:]])) from error
 
     def hang_up(self) -> None:
-        """Let the job begin to end by itself; idempotent."""
+        """Close the connection, so that the job ends by itself; idempotent."""
         self._listener.close()
         if self._channel is not None:
             self._channel.close()
 
     def close(self) -> None:
-        """Hang up, wait, ask, and kill; the kernel ends the launcher's children with it."""
+        """End the job: hang up, then SIGTERM, then SIGKILL, which also ends its children."""
         self.hang_up()
         for step in (self._process.terminate, self._process.kill, self._output.close):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -161,7 +161,7 @@ class Team:
 
 
 def job_command(mode: Mode, workers: int, options: Options) -> list[str]:
-    """Return the words that start the job of a mode or of the floors; a Team adds the last."""
+    """Return the command of the job of a mode or of the floors; Team adds the socket's name."""
     servers = (options.servers or options.workers) if mode.has_servers else 0
     return [
         *command_of("fastps.launch.run"), "--colour", "never",

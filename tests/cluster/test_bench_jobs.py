@@ -167,7 +167,7 @@ def test_the_error_of_any_worker_is_the_reason(rank, tmp_path):
     (line,) = re.findall(r"^not measured: (.*)$", ended.stdout, re.MULTILINE)
     assert line.startswith("apart: 4K: ")
     assert f"worker {rank} (pid" in line
-    assert line.endswith("Its last words: MemoryError: no room")
+    assert line.endswith("Its last output: MemoryError: no room")
     assert re.search(r"^4K +floor: links apart ", ended.stdout, re.MULTILINE), "it goes on"
 
 

@@ -107,7 +107,7 @@ def test_every_option_arrives(tmp_path):
     [
         ("--sizes 3", "multiple of 8"),
         ("--sizes=", "nothing to measure"),
-        ("--modes gpu", "none of registered"),
+        ("--modes gpu", "choose among registered"),
         ("--np 1", "from 2"),
         ("--runs 0", "from 1"),
         ("--turn nan", "seconds"),

@@ -186,7 +186,7 @@ def test_a_picture_of_nothing_is_still_a_picture(tmp_path):
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path):
     pytest.importorskip("matplotlib")
-    with pytest.raises(BenchError, match="cannot be written"):
+    with pytest.raises(BenchError, match="cannot write"):
         plot.draw(make_result(), tmp_path / "missing" / "a.png")
 
 

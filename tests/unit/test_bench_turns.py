@@ -15,7 +15,7 @@ import pytest
 
 from fastps.bench import BenchError, conditions, teams
 from fastps.bench.floors import accept_known
-from fastps.bench.main import FIRST_CALLS, Field, measure
+from fastps.bench.main import FIRST_CALLS, RunnerSet, measure
 from fastps.bench.member import PERIOD, RANK_PERIOD, _blocks, _is_expected
 from fastps.bench.options import FLOORS, MEMORY, MODES, NETWORK, Options, Work
 from fastps.bench.teams import accept, connect, serve
@@ -45,7 +45,7 @@ class Fake:
 
 
 def run(runners, options):
-    field, steps = Field({runner.name: runner for runner in runners}), []
+    field, steps = RunnerSet({runner.name: runner for runner in runners}), []
     found = list(measure(field, options, steps.append))
     return field, found, steps
 
@@ -77,7 +77,7 @@ def test_all_take_turns_in_every_round_and_the_first_round_is_not_counted():
 
 def test_a_job_may_have_another_floor():
     log = []
-    field = Field({name: Fake(name, log) for name in (NETWORK, "private")})
+    field = RunnerSet({name: Fake(name, log) for name in (NETWORK, "private")})
     field.floor = NETWORK
     options = Options(sizes=(Work(4096),), many=(), workers=4, runs=1, turn_s=0.01)
     (((row,), (floor,)),) = measure(field, options, lambda text: None)
@@ -110,7 +110,7 @@ def test_when_all_fail_nothing_is_measured():
 
 def test_a_job_of_several_runners_ends_with_the_last_of_them():
     shared = Fake("floors", [])
-    field = Field(dict.fromkeys(FLOORS, shared))
+    field = RunnerSet(dict.fromkeys(FLOORS, shared))
     for count, name in enumerate(FLOORS, start=1):
         with field.dropping(name, where="4K: "):
             raise BenchError("it ended")
@@ -133,40 +133,43 @@ def channel():
 
 def test_messages_arrive_and_the_end_is_seen():
     with channel() as (ours, theirs):
-        ours.say({"rank": 1, "text": "µ\n"})
-        assert theirs.hear(timeout_s=10) == {"rank": 1, "text": "µ\n"}
+        ours.send({"rank": 1, "text": "µ\n"})
+        assert theirs.receive(timeout_s=10) == {"rank": 1, "text": "µ\n"}
         ours.close()
-        assert theirs.hear(timeout_s=10) is None
+        assert theirs.receive(timeout_s=10) is None
     listener, name = sockets.listen_unix()
     listener.close()
-    with pytest.raises(BenchError, match="no driver"):
+    with pytest.raises(BenchError, match="cannot connect to the driver"):
         connect(name)
 
 
 def test_silence_ends():
     with channel() as (ours, _), pytest.raises(TimeoutError):
-        ours.hear(timeout_s=0.01)
+        ours.receive(timeout_s=0.01)
 
 
 def test_half_a_message_is_none():
     with channel() as (ours, theirs):
         ours._sock.sendall(b'{"rank": ')
         ours.close()
-        assert theirs.hear(timeout_s=10) is None
+        assert theirs.receive(timeout_s=10) is None
 
 
 def test_commands_are_obeyed_until_the_driver_hangs_up():
     with channel() as (ours, theirs):
         for number in (1, 2):
-            theirs.say({"number": number})
+            theirs.send({"number": number})
         theirs._sock.shutdown(1)  # the driver says no more, and still listens
         serve(ours, lambda command: {"inverse": 1 / command["number"]})
-        assert [theirs.hear(timeout_s=10) for _ in range(2)] == [{"inverse": 1}, {"inverse": 0.5}]
+        assert [theirs.receive(timeout_s=10) for _ in range(2)] == [
+            {"inverse": 1},
+            {"inverse": 0.5},
+        ]
 
 
 def test_what_goes_wrong_ends_the_process():
     with channel() as (ours, theirs):
-        theirs.say({"number": 0})
+        theirs.send({"number": 0})
         with pytest.raises(ZeroDivisionError):
             serve(ours, lambda command: {"inverse": 1 / command["number"]})
 
@@ -208,7 +211,7 @@ def test_a_process_that_ends_early_is_explained_by_its_last_words():
 
 
 def test_a_process_that_dies_later_fails_the_next_question():
-    program = REPORT + "channel.hear(timeout_s=20)\nsys.exit('gone')"
+    program = REPORT + "channel.receive(timeout_s=20)\nsys.exit('gone')"
     with contextlib.closing(team_of(program)) as team:
         team.gather()
         for _ in range(2):
