@@ -4,6 +4,6 @@
 Decides ranks, tensor ids, owners of keys, who is lost and who is to blame. Must never know a
 tensor's bytes: it moves small messages alone. Threads: the scheduler is one event loop; a member
 has a reader (fastps:control) that hands answers to callers and events to the session.
-Read protocol.py (what is said), membership.py and declarations.py (decisions, without I/O),
+Read protocol.py (the messages), membership.py and declarations.py (decisions, without I/O),
 scheduler.py (the loop), client.py (a member's side), rendezvous.py (jobs of other launchers).
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may join a job, which number and place each member gets, and who serves.
+"""Which processes may join a job, the number of each member, and which members serve.
 
 Pure functions over the members; the Membership holds the list and calls them. Refusals are
-sentences for the user who started one process too many or with other numbers than the rest.
+sentences for the user who started one process too many, or with other settings than the rest.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Peer:
     is_owner: bool = False
     start_request: AwaitStart | None = None
     start_deadline: float = 0.0
-    leave_request: Leave | None = None  # of a worker that has left except for serving the others
+    leave_request: Leave | None = None  # of a worker that has left and only serves the others
     leave_deadline: float = 0.0
 
     @property
     def is_working(self) -> bool:
-        """Return whether it takes part in the job that runs."""
+        """Return whether the process takes part in the running job."""
         return self.has_started and self.leave_request is None
 
     @property
     def is_worker(self) -> bool:
-        """Return whether it takes part in collectives and declarations."""
+        """Return whether the process takes part in collectives and declarations."""
         return self.join.role in ("worker", "validator")
 
     @property
@@ -57,7 +57,7 @@ class Peer:
 
 
 def places(config: Config, role: str) -> tuple[int, str]:
-    """Return the number of members of a role, and the setting that says so."""
+    """Return the number of members of a role, and the setting that defines it."""
     if role == "worker":
         return config.size, "FASTPS_SIZE"
     if role == "validator":
@@ -68,7 +68,7 @@ def places(config: Config, role: str) -> tuple[int, str]:
 def refuse(
     join: Join, config: Config, rivals: Sequence[Peer], members: Sequence[Peer]
 ) -> str | None:
-    """Return why a newcomer cannot have a place among rivals and members, None if it can."""
+    """Return why a process cannot join, or None if it can; rivals: members of its role."""
     return (
         _refuse_size(join, config)
         or _refuse_count(join, config, rivals)
@@ -79,21 +79,20 @@ def refuse(
 
 
 def _refuse_size(join: Join, config: Config) -> str | None:
-    if join.role != "server" and join.size not in (0, config.size):
-        return (
-            f"this {join.role} expects {join.size} worker(s), the scheduler {config.size}; "
-            "set FASTPS_SIZE to the same number everywhere"
-        )
-    if join.role != "server" and join.num_servers not in (0, config.num_servers):
-        return (
-            f"this {join.role} expects {join.num_servers} server(s), the scheduler "
-            f"{config.num_servers}; set FASTPS_NUM_SERVERS to the same number everywhere"
-        )
-    if join.role != "server" and join.num_validators != config.num_validators:
-        return (
-            f"this {join.role} expects {join.num_validators} validator(s), the scheduler "
-            f"{config.num_validators}; set FASTPS_NUM_VALIDATORS to the same number everywhere"
-        )
+    if join.role == "server":
+        return None
+    validators = join.num_validators
+    for role, theirs, is_open in (
+        ("worker", join.size, join.size == 0),
+        ("server", join.num_servers, join.num_servers == 0),
+        ("validator", validators, False),
+    ):
+        ours, variable = places(config, role)
+        if theirs != ours and not is_open:
+            return (
+                f"this {join.role} expects {theirs} {role}(s), the scheduler {ours}; set "
+                f"{variable} to the same number everywhere"
+            )
     return None
 
 
@@ -103,8 +102,8 @@ def _refuse_count(join: Join, config: Config, rivals: Sequence[Peer]) -> str | N
         return None
     names = join_names([rival.full_name for rival in rivals]) or "none"
     return (
-        f"role {join.role} is started too often: the job has {total} of them ({names}) and "
-        f"one more came from {join.hostname}, pid {join.pid}; start fewer or raise {variable}"
+        f"role {join.role} is started too often: the job has {total} ({names}), and one more "
+        f"came from {join.hostname}, pid {join.pid}; start fewer, or raise {variable}"
     )
 
 
@@ -114,20 +113,20 @@ def _refuse_rank(join: Join, config: Config, rivals: Sequence[Peer]) -> str | No
         return None
     if join.rank >= total:
         return (
-            f"rank {join.rank} of a {join.role} from {join.hostname}, pid {join.pid}, is not "
+            f"rank {join.rank} of a {join.role} from {join.hostname}, pid {join.pid}, must be "
             f"0 to {total - 1}; set FASTPS_RANK or {variable}"
         )
     for rival in rivals:
         if rival.rank == join.rank:
             return (
-                f"two processes want to be {join.role} {join.rank}: {rival.full_name} and "
-                f"one of {join.hostname}, pid {join.pid}; give each its own FASTPS_RANK"
+                f"two processes are started as {join.role} {join.rank}: {rival.full_name} and "
+                f"one on {join.hostname}, pid {join.pid}; give each its own FASTPS_RANK"
             )
     return None
 
 
 def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
-    """Keep out who would send a key over another link than its owner."""
+    """Refuse a process that would send a key over another link than its owner expects."""
     for other in members:
         if other.join.links_per_peer not in (0, join.links_per_peer) and join.links_per_peer:
             return (
@@ -139,18 +138,18 @@ def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
 
 
 def _refuse_on_loss(join: Join, members: Sequence[Peer]) -> str | None:
-    """Keep out who would end where the others go on, or the other way round."""
+    """Refuse a process that would end at the loss of a worker where others continue."""
     for other in members:
         if other.is_worker and join.role != "server" and other.join.goes_on != join.goes_on:
             return (
-                f"this {join.role} and {other.full_name} differ in what the loss of a worker "
-                "means; set FASTPS_ON_LOSS to the same everywhere"
+                f"this {join.role} and {other.full_name} have different FASTPS_ON_LOSS; set it "
+                "to the same value everywhere"
             )
     return None
 
 
 def number(group: list[Peer]) -> list[Peer]:
-    """Return free ranks to those without, by arrival; return the group in rank order."""
+    """Assign free ranks in the order of arrival; return the group in rank order."""
     taken = {item.rank for item in group}
     free = (rank for rank in range(len(group)) if rank not in taken)
     for item in group:
@@ -162,7 +161,7 @@ def number(group: list[Peer]) -> list[Peer]:
 def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:
     """Return (local_rank, local_size) by peer: as configured, else by host in rank order.
 
-    Workers of one host count together even if they cannot share memory: they share its devices.
+    Workers of one host count together even if they do not share memory: they share its devices.
     """
     hosts: dict[str, list[Peer]] = {}
     for item in group:
@@ -176,12 +175,12 @@ def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:
     return found
 
 
-# ---- who serves
+# ---- which members serve
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who is who in a job that starts; members by number, weights in the order of owners."""
+    """The members of a job that starts, by number; weights in the order of owners."""
 
     peers: tuple[Peer, ...]
     members: tuple[Member, ...]
@@ -207,8 +206,8 @@ class Plan:
 def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     """Number the machines and appoint joint servers; both groups are in rank order.
 
-    workers: and after them the validators, who alone are trusted to serve where there are some.
-    Raises ConfigError when nobody can serve.
+    workers: followed by the validators; if there are some, only validators are trusted to serve.
+    Raises ConfigError when no process can serve.
     """
     machines = _number_machines(workers + servers)
     firsts: dict[int, Peer] = {}
@@ -216,7 +215,7 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
         firsts.setdefault(machines[item.join.machine], item)
     joint: list[Peer] = []
     goes_on = workers[0].join.goes_on
-    is_apart = config.force_distributed or (goes_on and bool(servers))  # each by itself
+    is_apart = config.force_distributed or (goes_on and bool(servers))
     is_local = len(firsts) == 1 and not is_apart
     judges = [item for item in workers if item.join.role == "validator"]
     if judges:
@@ -229,7 +228,7 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     numbers = {item.peer: number for number, item in enumerate(peers)}
     return Plan(
         tuple(peers),
-        tuple(_face(item, machines) for item in peers),
+        tuple(_member(item, machines) for item in peers),
         tuple(numbers[item.peer] for item in servers + joint),
         server_weights(len(firsts), len(servers), is_colocated=bool(joint)),
         is_local,
@@ -240,18 +239,18 @@ def _plan_judged(
     config: Config, workers: list[Peer], judges: list[Peer], servers: list[Peer],
     machines: dict[str, int],
 ) -> Plan:  # fmt: skip
-    """Let servers of their own, or else validators, serve: workers are trusted with nothing."""
+    """Plan a job with validators: servers or else validators serve, workers are not trusted."""
     is_joint = config.colocate == "on" or (config.colocate == "auto" and not servers)
     joint = judges if is_joint else []
     _check_serving(config, joint, len(servers), n_machines=len(machines), is_local=False)
     peers = workers + servers
     owners = tuple(peers.index(item) for item in servers + joint)
-    faces = tuple(_face(item, machines) for item in peers)
-    return Plan(tuple(peers), faces, owners, (1,) * len(owners), is_local=False)
+    members = tuple(_member(item, machines) for item in peers)
+    return Plan(tuple(peers), members, owners, (1,) * len(owners), is_local=False)
 
 
 def _number_machines(members: list[Peer]) -> dict[str, int]:
-    """Number the machines by the first member of each."""
+    """Number the machines in the order of their first members."""
     found: dict[str, int] = {}
     for item in members:
         found.setdefault(item.join.machine, len(found))
@@ -259,10 +258,10 @@ def _number_machines(members: list[Peer]) -> dict[str, int]:
 
 
 def _wants_joint(config: Config, firsts: list[Peer], n_apart: int) -> bool:
-    """Return whether one worker of every machine shall serve too.
+    """Return whether one worker of every machine serves too.
 
-    When it is left open: if there are fewer servers than hosts; workers of one host that do not
-    share memory still share its network card, and a server apart serves them as well.
+    With FASTPS_COLOCATE=auto: if there are fewer servers than hosts. Workers of one host that do
+    not share memory still share its network card, and a server apart serves them as well.
     """
     if config.colocate != "auto":
         return config.colocate == "on"
@@ -280,16 +279,17 @@ def _check_serving(
             "of every machine serves too, or start servers (`fastps-run -s 1 ...`, or "
             "fastps-server, with FASTPS_NUM_SERVERS)"
         )
-    deaf = [item.full_name for item in joint if not (item.join.serves and item.join.port)]
-    if deaf:
+    unable = [item.full_name for item in joint if not (item.join.serves and item.join.port)]
+    if unable:
         raise ConfigError(
-            f"{join_names(deaf)} must serve too, by the scheduler's settings, but not by its "
-            "own; set FASTPS_COLOCATE, FASTPS_SIZE and FASTPS_NUM_SERVERS the same everywhere"
+            f"{join_names(unable)} must serve too according to the scheduler's settings, but not "
+            "according to its own; set FASTPS_COLOCATE, FASTPS_SIZE and FASTPS_NUM_SERVERS to the "
+            "same values everywhere"
         )
 
 
-def _face(item: Peer, machines: dict[str, int]) -> Member:
-    """Describe a member to the others."""
+def _member(item: Peer, machines: dict[str, int]) -> Member:
+    """Return a member as the others see it."""
     join = item.join
     return Member(
         join.role,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is to blame when something fails: what the scheduler, a worker and a server say of it.
+"""Which member is to blame for a failure, and the text of the error.
 
-Decides the first cause. The scheduler is the authority: others report links that broke, it
-suspects, waits for something that tells more, and names one member (`Suspicions`). A worker
-keeps what it heard, reports what it saw, and words the error of an operation (`Witness`). Pure:
-no clock, no connection; the membership, the session and the server carry it out.
+Decides the first cause. The scheduler is the authority: members report broken links, the
+scheduler suspects the member at the other end, waits for better evidence, and names one member
+(`Suspicions`). A worker records the scheduler's events, reports its own broken links, and writes
+the error of an operation (`Witness`). Pure: no clock, no connection; the membership, the session
+and the server carry it out.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from fastps.control.protocol import (
 )
 from fastps.errors import FastPSError, MismatchError, Status, error_of
 
-MISSED_BEATS = 3  # so many heartbeats without a sign of life are worth telling
-SUSPICION_S = 1.0  # how long a reported member may take to turn out dead by itself
-VERDICT_WAIT_S = 2.0  # how long a failed operation waits to hear who is to blame
+MISSED_BEATS = 3  # after so many missed heartbeats the silence is mentioned in errors
+SUSPICION_S = 1.0  # for better evidence against a member that others cannot reach
+VERDICT_WAIT_S = 2.0  # for a failed operation to learn which member is to blame
 
 LEFT = "left the job while others still had work"
-# How an operation can have ended, where nobody knows more.
+# How an operation ended, if nothing more is known.
 ENDINGS = {
     Status.SHUTDOWN: "shutdown() was called before it was complete",
     Status.PEER_LOST: "a process of the job is lost",
-    Status.PROTOCOL: "a peer sent what no peer may send, or a rule of your own failed",
-    Status.NOMEM: "there is no memory left for it: raise FASTPS_POOL_BYTES",
+    Status.PROTOCOL: "a peer broke the protocol, or a user-defined rule failed",
+    Status.NOMEM: "its buffer pool is full: raise FASTPS_POOL_BYTES",
     Status.SYS: "a system call on a link failed",
-    Status.LINK_TIMEOUT: "a server's machine, or the network to it, is gone",
+    Status.LINK_TIMEOUT: "a server's machine or the network to it is down",
 }
 _AGAIN = "start the job again from a checkpoint, or let fastps-run --restarts do that"
-# Why a job ends that goes on without workers, by the role of who is lost.
+# Why a job with FASTPS_ON_LOSS=reweight ends, by the role of the lost member.
 NEEDED = {
-    "validator": "FASTPS_ON_LOSS=reweight goes on without workers, not without a validator, for "
-    f"nobody else judges what its workers push: {_AGAIN}",
-    "server": "FASTPS_ON_LOSS=reweight goes on without workers, not without a server, for nobody "
-    f"else holds its share of the tensors: {_AGAIN}",
+    "validator": "FASTPS_ON_LOSS=reweight continues without a lost worker, but not without a "
+    f"validator, since no other process judges its workers: {_AGAIN}",
+    "server": "FASTPS_ON_LOSS=reweight continues without a lost worker, but not without a server, "
+    f"since no other process holds its share of the tensors: {_AGAIN}",
 }
 
 
 def join_names(names: list[str]) -> str:
-    """Write a list of members so that a thousand of them stay readable."""
+    """Return the first 16 names, and the number of the others."""
     shown = ", ".join(names[:16])
     return shown if len(names) <= 16 else f"{shown} and {len(names) - 16} more"
 
@@ -62,21 +63,21 @@ class Suspicion:
     reporter: int
     until: float
     text: str
-    text_of_reporter: str  # should that one be the one to blame
+    text_of_reporter: str  # in case the reporter turns out to be to blame
 
 
 class Suspicions:
-    """Members, by peer number, that others cannot reach: they may turn out dead, or not."""
+    """Members, by peer number, that others cannot reach, until evidence shows which is dead."""
 
     def __init__(self, *, is_judged: bool = False) -> None:
-        """Know of nobody; is_judged: workers may lie, and are not believed of others."""
+        """Start without suspicions; is_judged: workers' reports about others are not believed."""
         self._is_judged = is_judged
         self._all: list[Suspicion] = []
 
     def add(
         self, suspect: tuple[int, str], reporter: tuple[int, str], report: str, now: float
     ) -> None:
-        """Suspect a member, (peer, name), because another one reports a lost connection."""
+        """Suspect a member, as (peer, name), whose connection another member reports as lost."""
         if self._is_judged and reporter[1].startswith("worker"):
             suspect, reporter = reporter, suspect
         (peer, name), (other, name_of_other) = suspect, reporter
@@ -85,21 +86,21 @@ class Suspicions:
         self._all.append(Suspicion(peer, other, now + SUSPICION_S, text, own))
 
     def of(self, peer: int) -> str | None:
-        """Return the first thing said against a member."""
+        """Return the first report against a member."""
         return next((item.text for item in self._all if item.suspect == peer), None)
 
     def due(self, now: float) -> list[Suspicion]:
-        """List those that nothing has explained in time."""
+        """List the suspicions that no evidence has resolved in time."""
         return [item for item in self._all if item.until <= now]
 
     def deadlines(self) -> list[float]:
-        """List when they become due."""
+        """List the times when suspicions become due."""
         return [item.until for item in self._all]
 
     def cause(self, peer: int, cause: str, *, role: str = "") -> str:
-        """Return why a member is lost, with what others and it itself said before.
+        """Return why a member is lost, with its earlier reports and those of others.
 
-        role: what it was, in a job that goes on without workers.
+        role: of the member, in a job that continues without lost workers.
         """
         related = [item.text for item in self._all if item.suspect == peer]
         related += [item.text_of_reporter for item in self._all if item.reporter == peer]
@@ -107,23 +108,23 @@ class Suspicions:
         return "; ".join([cause, *related, *([NEEDED[role]] if role in NEEDED else [])])
 
     def drop(self, peer: int) -> None:
-        """Suspect a member no more: it is gone."""
+        """Drop the suspicions against a member that is gone."""
         self._all = [item for item in self._all if item.suspect != peer]
 
     def clear(self) -> None:
-        """Suspect nobody any more."""
+        """Drop all suspicions."""
         self._all.clear()
 
 
 def life_text(silent_s: float, *, heartbeat_s: float) -> str:
-    """Return whether a member that others cannot reach gives signs of life."""
+    """Return the text about the heartbeats of a member that others cannot reach."""
     if silent_s < MISSED_BEATS * heartbeat_s:
-        return "it is alive otherwise"
+        return "it still sends heartbeats"
     return f"it has given no sign of life for {silent_s:.1f} s"
 
 
 def start_text(missing: str, timeout_s: float) -> str:
-    """Return the text of a job that cannot start in time; missing: who has joined, and who not."""
+    """Return the text of a job that did not start in time; missing: from missing_text()."""
     return (
         f"the job did not start within {round(timeout_s, 1):g} s: {missing}; start the missing "
         "processes, or raise FASTPS_START_TIMEOUT_S if they are only slow"
@@ -131,7 +132,7 @@ def start_text(missing: str, timeout_s: float) -> str:
 
 
 def silence_text(lease_s: float) -> str:
-    """Return the text of a member that is taken for dead."""
+    """Return the text of a member whose lease has ended."""
     return (
         f"it was silent for longer than its lease of {lease_s:g} s (stopped, swapped out or cut "
         "off); raise FASTPS_LEASE_S if such pauses are normal"
@@ -142,7 +143,7 @@ def silence_text(lease_s: float) -> str:
 
 
 def cause_of_link(server: str, status: Status, trouble: str) -> str:
-    """Return why a server's link to a worker ended; trouble: what else is known of it, if any."""
+    """Return why a server's link to a worker ended; trouble: details, if known."""
     cause = f"its link to {server} broke (status {status.name})"
     if status is Status.NOMEM:
         cause = f"the buffer pool of {server} is full: raise FASTPS_POOL_BYTES"
@@ -154,11 +155,11 @@ def cause_of_link(server: str, status: Status, trouble: str) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker sees of an operation that failed.
+    """What a worker knows about an operation that failed.
 
-    said: by the engine, if it said more than a status. culprit: the member that a server, or the
-    memory of our machine, named. owner: whose link was the first to end by itself, with its
-    name and what broke on it in brackets. is_ours: links broke for a fault on this side.
+    said: the engine's text, if there is more than a status. culprit: the member that a server or
+    the shared memory named. owner: the member whose link ended first, with its name, and in
+    `why` what broke, in brackets. is_ours: links broke for a fault on this side.
     """
 
     tensor: str
@@ -174,16 +175,17 @@ class Failure:
 
     @property
     def is_loss(self) -> bool:
-        """Return whether the scheduler may know more."""
+        """Return whether the scheduler may know the cause."""
         return self.status in (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
 
 
 @dataclass
 class Witness:
-    """What one worker has heard: who left, and who of them took along what it owned.
+    """The scheduler's events that one worker has received about other members.
 
-    In both the first one comes first: what others do after that, and links that end, are
-    consequences. gone: who left or is lost, while the job goes on.
+    left: workers that left; owners_left: those of them whose keys went with them, both in order:
+    later departures and broken links may be consequences of the first. gone: workers that left or
+    are lost while the job continues.
     """
 
     me: int = 0
@@ -191,10 +193,10 @@ class Witness:
     owners_left: list[int] = field(default_factory=list)
     gone: list[int] = field(default_factory=list)
     poisoned: dict[str, TensorPoisoned] = field(default_factory=dict)
-    lost: dict[int, str] = field(default_factory=dict)  # workers without which the job goes on
+    lost: dict[int, str] = field(default_factory=dict)  # workers without which the job continues
 
-    def hear(self, event: Event) -> None:
-        """Take news from the scheduler; on its thread."""
+    def on_event(self, event: Event) -> None:
+        """Record an event of the scheduler; called on the control thread."""
         if isinstance(event, TensorPoisoned):
             self.poisoned[event.name] = event
         elif isinstance(event, PeerLeft):
@@ -207,7 +209,7 @@ class Witness:
             self.gone.append(event.rank)
 
     def report(self, failure: Failure) -> ReportLost | None:
-        """Make what to tell the scheduler: a link broke, or our device."""
+        """Return the report for the scheduler: a link broke, or our device."""
         if failure.owner is None or failure.status is Status.SHUTDOWN:
             return None
         if failure.is_ours:
@@ -218,7 +220,7 @@ class Witness:
         return ReportLost(failure.owner, cause, is_owner=True)
 
     def departure(self, owner: int | None, culprit: int | None) -> str:
-        """Return who left, if that explains the end of a link or a server's words; else empty."""
+        """Return which worker left, if that explains the end of a link or a server's error."""
         if culprit in self.lost:
             return self.lost[culprit]
         for member in (*self.owners_left[:1], owner):
@@ -228,11 +230,11 @@ class Witness:
         return left_text(self.left[0]) if self.left and is_explained else ""
 
     def error(self, failure: Failure, verdict: str | None = None) -> FastPSError:
-        """Word the error of an operation; verdict: what the scheduler says, if it was asked."""
+        """Return the error of an operation; verdict: the scheduler's answer, if it was asked."""
         poison = self.poisoned.get(failure.tensor)
         if poison is not None:
             return MismatchError(poison.message)
-        # that a machine is gone is the loss of a peer
+        # a machine that is gone counts as a lost peer
         is_timeout = failure.status is Status.LINK_TIMEOUT
         status = Status.PEER_LOST if is_timeout else failure.status
         seen = (
@@ -246,7 +248,7 @@ class Witness:
         if LEFT in seen:
             cure = f"; let all workers call join() where numbers of steps differ{cure}"
         if failure.culprit in self.lost:
-            cure = "; what does not need it goes on, as do process sets without it"
+            cure = "; operations and process sets that do not need it continue"
         what = f"tensor {failure.tensor!r} cannot be reduced"
         if failure.is_operation:
             what = f"{failure.tensor} cannot be completed"
@@ -254,10 +256,10 @@ class Witness:
 
 
 def _seen_here(failure: Failure) -> str:
-    """Return what the worker knows by itself: there is no scheduler to say who is to blame."""
+    """Return what the worker knows by itself, without a verdict of the scheduler."""
     if failure.status is Status.SHUTDOWN:  # then we ended our links ourselves
         return ENDINGS[failure.status]
-    unsaid = f"and the scheduler did not say within {VERDICT_WAIT_S:g} s who is lost"
+    unsaid = f"and the scheduler did not say within {VERDICT_WAIT_S:g} s which process is lost"
     if failure.silent:
         unsaid = (
             f"and the scheduler at {failure.silent} does not answer: its machine, or fastps-run "
@@ -268,7 +270,7 @@ def _seen_here(failure: Failure) -> str:
     if failure.culprit is not None and failure.silent:
         return f"worker {failure.culprit} gave up, {unsaid}"
     if failure.owner is not None and failure.status is Status.PROTOCOL:
-        return f"{failure.owner_name} sent what no peer may send{failure.why}; its link is cut"
+        return f"{failure.owner_name} broke the protocol{failure.why}; its link was closed"
     if failure.culprit is not None:
         return left_text(failure.culprit)
     seen = failure.said or ENDINGS.get(failure.status, f"it failed with {failure.status.name}")
@@ -276,16 +278,16 @@ def _seen_here(failure: Failure) -> str:
 
 
 def left_text(rank: int | None) -> str:
-    """Return the text of a worker that left too early."""
+    """Return the text about a worker that left too early."""
     return f"worker {rank} {LEFT}"
 
 
 def stall_text(what: str, why: str, timeout_s: float) -> str:
-    """Return the text of an operation that is late though nobody is lost; why: what is known."""
+    """Return the text of an operation that is late although no member is lost; why: the reason."""
     return (
         f"{what} was not complete within {timeout_s:g} s: "
-        f"{why or 'the scheduler does not say who holds it up'}. Let all workers call the same "
-        "in the same order and equally often, process sets in one order on all their members, or "
-        "join() where they have different numbers of steps; raise FASTPS_OP_TIMEOUT_S if they are "
-        "only slow"
+        f"{why or 'the scheduler does not know which worker delays it'}. Let all workers call the "
+        "same operations in the same order and equally often (process sets in one order on all "
+        "their members), or join() where they have different numbers of steps; raise "
+        "FASTPS_OP_TIMEOUT_S if they are only slow"
     )

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's connection to the scheduler: join, ask, be told.
+"""A member's connection to the scheduler: join, request, receive events.
 
 Moves messages between the member and the scheduler; decides nothing about the job. Threads: any
 number of callers; one daemon reader thread that hands answers to callers and events to
 `on_event`. A thread of _core (no GIL) renews the lease on a connection of its own, so that a busy
-interpreter is not taken for a dead one. Every wait has a deadline.
+interpreter is not taken for a dead process. Every wait has a deadline.
 
-The scheduler's own deadline comes first, because its error can name who is missing; the
-client's, a little later, speaks only when the scheduler does not.
+The scheduler's deadline comes first, because its error can name the missing members; the client's
+deadline, a little later, matters only if the scheduler does not answer.
 
-A forked child has no part in the job: its copies of the descriptors are closed right after the
-fork and every call there raises NotInitializedError.
+A forked child is not a member: its copies of the descriptors are closed right after the fork, and
+every call there raises NotInitializedError.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ from fastps.control.protocol import (
     TensorSpec,
     ToScheduler,
     Waiting,
-    Whereabouts,
     body_nbytes,
     check_name,
     failure_of,
@@ -98,9 +97,9 @@ from fastps.types import checked_seconds
 log = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # how much longer the client waits than the scheduler
-NOTICE_S = 5.0  # for each message that nobody waits for: to be written, not answered
+NOTICE_S = 5.0  # to write a message that has no answer
 PULSE_PAYLOAD = b"\x01"
-LOOKS = 4  # at what waits, within the time of the stall watch
+LOOKS = 4  # at waiting operations, within the time of the stall watch
 MAX_LOOK_S = 2.5
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
@@ -130,38 +129,38 @@ class PendingReply(Generic[AnswerT]):
         deadline: float,
         give_up: Callable[[], None],
     ) -> None:
-        """Note what was asked, and what drops the question when its time is over."""
+        """Hold the future of a request; give_up drops the request after its deadline."""
         self._future, self._kind, self._what = future, kind, what
         self._timeout_s, self._deadline, self._give_up = timeout_s, deadline, give_up
         self.poll = future.done
 
     def wait(self, timeout_s: float | None = None) -> AnswerT:
-        """Wait for the answer, up to its deadline or timeout_s; raises what it says went wrong."""
+        """Wait for the answer, up to its deadline or timeout_s. Raises the error in it."""
         left_s = max(self._deadline - time.monotonic(), 0)
         if timeout_s is not None:
             left_s = min(left_s, checked_seconds(timeout_s))
         try:
             answer = self._future.result(left_s)
         except TimeoutError as error:
-            raise self.late() from error
+            raise self.timeout_error() from error
         if isinstance(answer, Failed):
             raise failure_of(answer)
         if not isinstance(answer, self._kind):
             raise ProtocolError(f"{self._what}: the scheduler answered {type(answer).__name__}")
         return answer
 
-    def late(self) -> StallError:
-        """Return the error of an answer that did not come."""
+    def timeout_error(self) -> StallError:
+        """Return the error of a missing answer."""
         if time.monotonic() >= self._deadline:
             self._give_up()
         return StallError(
             f"{self._what}: the scheduler did not answer within {round(self._timeout_s, 1):g} s; "
-            "is its process or machine stopped or overloaded? Raise the timeout if it is only slow"
+            "check that its process and machine run, or raise the timeout if it is only slow"
         )
 
 
 class ControlClient:
-    """One member's place in the job, from connect() to leave() and close()."""
+    """One member's connection to the scheduler, from connect() to leave() and close()."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class ControlClient:
         self._on_event = on_event
         self._pid = os.getpid()
         self._send_lock = threading.Lock()  # one frame at a time; taken alone
-        self._unsent: deque[bytearray] = deque()  # what waits for it, of messages without answer
+        self._unsent: deque[bytearray] = deque()  # messages without answer that wait for the lock
         self._lock = threading.Lock()  # _pending, _cause, _is_closed; never held while waiting
         self._pending: dict[int, Future[Answer]] = {}
         self._numbers = itertools.count(1)
@@ -184,14 +183,14 @@ class ControlClient:
         self._first_lost: PeerLost | None = None
         self._over: JobOver | None = None
         self._is_decided = False  # a first cause or the end of the job is known
-        self._news = threading.Condition()  # every event, and _is_decided
+        self._news = threading.Condition()  # notified at every event, and with _is_decided
         self._is_ending = False  # the scheduler will close the connection in order
         self._is_closed = False
         self._write_failure = ""
-        self._is_silent = False  # when asked last, the scheduler did not answer
+        self._is_silent = False  # the scheduler did not answer the last probe
         self._pulse: Pulse | None = None
         self._job: Job | None = None
-        self.watch: Callable[[], None] = _nothing  # called now and then on the reader thread
+        self.watch: Callable[[], None] = _nothing  # called periodically on the reader thread
         self.local_address = sockets.own_end(sock)
         self.keys: Keys  # once the job has started
         self._token = token
@@ -215,10 +214,10 @@ class ControlClient:
     ) -> ControlClient:
         """Join the job and wait until all workers and servers have joined.
 
-        data_address: where data connections arrive, None if they cannot; unix: the same as an
-        abstract name, if any. serves: whether this process would own keys. machine: from
-        machine_name(); empty for one that shares memory with all of its host. gid: of an RDMA
-        device, if any.
+        data_address: of the listener for data connections, None without one; unix: its abstract
+        name, if any. serves: whether this process may own keys. machine: from machine_name();
+        empty for a process that shares memory with all of its host. gid: of an RDMA device, if
+        any.
         Blocks up to start_timeout_s. on_event is called on the reader thread, possibly before
         connect returns; it may send keys_ready and the like, but must not wait for an answer.
         Raises ConfigError (address, numbers, a role started too often), AuthError, ProtocolError,
@@ -248,7 +247,7 @@ class ControlClient:
         assert self._job is not None
         return self._job
 
-    # ---- what workers ask ----
+    # ---- requests of workers ----
 
     def declare(self, specs: Sequence[TensorSpec], *, timeout_s: float) -> list[DeclaredTensor]:
         """Declare tensors and wait until every server is ready for them; idempotent.
@@ -268,7 +267,7 @@ class ControlClient:
     def forget(self, versions: Mapping[str, int], *, timeout_s: float) -> int:
         """Wait until all workers ask to forget tensors, then until servers have; timeout_s each.
 
-        versions: of the last operation, by name. Gives what dropped() is to be told in the end.
+        versions: of the last operation, by name. Returns the argument for dropped().
         """
         timeout_s = checked_seconds(timeout_s)
         message = Forget(next(self._numbers), tuple(versions.items()), timeout_s)
@@ -276,8 +275,8 @@ class ControlClient:
         return self._ask(message, Done, what=what, timeout_s=2 * timeout_s).request
 
     def dropped(self, request: int) -> None:
-        """Tell that this worker has nothing any more of what a forget() was about."""
-        self._tell(Dropped(request))
+        """Report that this worker has dropped the tensors of a forget()."""
+        self.send(Dropped(request))
 
     def barrier(self, name: str, *, timeout_s: float) -> None:
         """Wait until every worker has entered the barrier; StallError names the missing."""
@@ -285,7 +284,7 @@ class ControlClient:
         self.enter_barrier(name, timeout_s=timeout_s).wait()
 
     def enter_barrier(self, name: str, *, timeout_s: float) -> PendingReply[Done]:
-        """Start barrier(): its error, or its end, comes of wait()."""
+        """Start barrier(); wait() of the result ends it, or raises its error."""
         check_name(name)
         timeout_s = checked_seconds(timeout_s)
         message = Barrier(next(self._numbers), name, timeout_s)
@@ -296,8 +295,8 @@ class ControlClient:
         check_name(name)
         if data is not None and len(data) > MAX_BLOB_BYTES:
             raise ConfigError(
-                f"blob {name!r} has {len(data)} bytes, {MAX_BLOB_BYTES} are allowed; broadcast "
-                "large data as arrays"
+                f"blob {name!r} has {len(data)} bytes, at most {MAX_BLOB_BYTES} are allowed; "
+                "broadcast large data as arrays"
             )
         timeout_s = checked_seconds(timeout_s)
         message = Blob(next(self._numbers), name, root_rank, data, timeout_s)
@@ -308,62 +307,55 @@ class ControlClient:
         return self._ask(message, BlobData, what=what, timeout_s=timeout_s).data
 
     def dispute(self, name: str, version: int, started: str, *, timeout_s: float) -> MismatchError:
-        """Tell what was started on a tensor whose workers disagree; return what all say."""
+        """Report what was started on a tensor whose workers disagree; return all reports."""
         message = Dispute(next(self._numbers), name, version, text_of(started), timeout_s)
         try:
             self._ask(message, Done, what=f"dispute {name!r}", timeout_s=timeout_s)
         except MismatchError as error:
             return error
-        raise ProtocolError("a dispute has no good end")
+        raise ProtocolError(f"dispute {name!r}: the scheduler answered without an error")
 
     def who_stalls(self, waiting: Waiting) -> str:
-        """Ask who holds up an operation; blocks while others are asked where they are."""
+        """Ask which workers delay an operation; blocks while they are asked where they are."""
         message = replace(waiting, request=next(self._numbers))
-        what = f"asking who holds up {waiting.what}"
+        what = f"asking which worker delays {waiting.what}"
         return self._ask(message, StallTold, what=what, timeout_s=2 * ANSWER_S).text
 
     def clock_ns(self) -> int:
-        """Ask what time it is at the scheduler, on its CLOCK_MONOTONIC; nanoseconds."""
+        """Return the scheduler's CLOCK_MONOTONIC in nanoseconds."""
         message = AskClock(next(self._numbers))
         timeout_s = self._config.op_timeout_s
         told = self._ask(message, ClockTold, what="asking for the time", timeout_s=timeout_s)
         return round(told.seconds * 1e9)
 
-    # ---- what members tell ----
+    # ---- reports of members, without answers ----
 
     def keys_ready(self, request_id: int) -> None:
-        """Tell that this server can take pushes for the keys of a DeclareKeys."""
-        self._tell(KeysReady(request_id))
+        """Report that this server can take pushes for the keys of a DeclareKeys."""
+        self.send(KeysReady(request_id))
 
     def keys_failed(self, request_id: int, message: str) -> None:
-        """Tell that this server cannot hold the keys of a DeclareKeys."""
-        self._tell(KeysFailed(request_id, text_of(message)))
+        """Report that this server cannot hold the keys of a DeclareKeys."""
+        self.send(KeysFailed(request_id, text_of(message)))
 
     def report_lost(self, member: int, cause: str, *, is_owner: bool = False) -> None:
-        """Tell that a data connection broke; the scheduler decides who is to blame.
+        """Report that a data connection broke; the scheduler decides which member is to blame.
 
-        Naming ourselves says that the fault is here.
+        Naming this member itself means that the fault is here.
         """
-        self._tell(ReportLost(member, text_of(cause), is_owner))
+        self.send(ReportLost(member, text_of(cause), is_owner))
 
     def tell(self, members: Sequence[int], data: bytes, *, has_joined: bool = False) -> None:
-        """Let workers know something, as the event Told; has_joined: of Tell."""
-        self._tell(Tell(tuple(members), data, has_joined))
-
-    def tell_waiting(self, waiting: Waiting) -> None:
-        """Let the scheduler find out, and log, who holds up an operation."""
-        self._tell(waiting)
-
-    def tell_where(self, answer: Whereabouts) -> None:
-        """Answer a Locate."""
-        self._tell(answer)
+        """Send data to workers, as the event Told; has_joined: of Tell."""
+        self.send(Tell(tuple(members), data, has_joined))
 
     def verdict(
         self, timeout_s: float, *, unless: Callable[[], bool] = lambda: False
     ) -> str | None:
         """Wait for the first cause of a loss, or the job's end; None if neither came in time.
 
-        unless: asked first and after every event; must not block. Once true, the wait is over.
+        unless: ends the wait when it returns true; called first and after every event. It must
+        not block.
         """
         self._check_usable()
         with self._news:
@@ -373,17 +365,18 @@ class ControlClient:
         return None if self._over is None else f"the job is over: {self._over.reason}"
 
     def begin_probe(self) -> Callable[[], bool]:
-        """Start to find out whether the scheduler answers; call the result to hear it.
+        """Start a probe of the scheduler; return a function that tells whether it answers.
 
-        That blocks for GRACE_S after the beginning at most. leave() does not wait for a scheduler
-        that was silent. One whose connection has ended is not silent: that says more.
+        That function blocks until GRACE_S after the start at most. leave() does not wait for a
+        scheduler that did not answer. An ended connection counts as an answer, since the end has
+        an error of its own.
         """
         asked: list[PendingReply[ClockTold]] = []
         with contextlib.suppress(FastPSError):
             message = AskClock(next(self._numbers))
             asked += [self._begin(message, ClockTold, what="asking for the time", timeout_s=0.0)]
 
-        def is_heard() -> bool:
+        def has_answered() -> bool:
             with contextlib.suppress(PeerLostError, ShutdownError):
                 try:
                     for one in asked:
@@ -392,21 +385,21 @@ class ControlClient:
                     self._is_silent = True
             return not self._is_silent
 
-        return is_heard
+        return has_answered
 
     @property
     def address(self) -> str:
-        """Return where the scheduler is, as host:port."""
+        """Return the scheduler's address as host:port."""
         return sockets.join_address(self._config.scheduler_host, self._config.scheduler_port)
 
     # ---- the end ----
 
     def leave(self, *, timeout_s: float) -> None:
-        """Leave in order, so that the others do not take it for a death, and close.
+        """Leave in order, so that the others do not see a lost member, and close.
 
         A worker that serves too waits until all workers leave, or for timeout_s. Does not raise
-        if the scheduler or a peer is lost: there is nobody left to tell. Does not wait for a
-        scheduler that was silent when it was asked last.
+        if the scheduler or a peer is lost. Does not wait for a scheduler that did not answer the
+        last probe.
         """
         if self._is_closed or self._is_forked():
             return
@@ -440,7 +433,7 @@ class ControlClient:
         with self._send_lock:  # held for short times only: the socket is shut down
             self._sock.close()
         _clients.discard(self)
-        self._on_event = _ignore  # whoever owns us is in no cycle and goes at once
+        self._on_event = _ignore  # so that our owner is in no reference cycle
         self.watch = _nothing
 
     # ---- joining ----
@@ -478,7 +471,7 @@ class ControlClient:
         if pulse is not None:
             pulse.stop()
 
-    # ---- asking ----
+    # ---- sending ----
 
     def _ask(
         self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
@@ -494,7 +487,7 @@ class ControlClient:
     def _begin(
         self, message: Request, kind: type[AnswerT], *, what: str, timeout_s: float
     ) -> PendingReply[AnswerT]:
-        """Send a request, for whose answer somebody waits later."""
+        """Send a request; the caller waits for its answer later."""
         self._check_usable()
         frame = pack_to_scheduler(message)
         deadline = time.monotonic() + timeout_s + GRACE_S
@@ -504,7 +497,7 @@ class ControlClient:
         try:
             self._write(frame, deadline)
         except TimeoutError as error:
-            raise asked.late() from error
+            raise asked.timeout_error() from error
         return asked
 
     def _unlist(self, number: int) -> None:
@@ -519,17 +512,17 @@ class ControlClient:
             self._pending[number] = future
         return future
 
-    def _tell(self, message: ToScheduler) -> None:
-        """Send a message without answer; behind what another thread is still sending, if so.
+    def send(self, message: ToScheduler) -> None:
+        """Send a message without answer; if another thread is sending, that thread sends it.
 
-        Waits for no other thread: the reader tells too, and has news for everybody.
+        Never waits for another thread, since the reader thread sends too.
         """
         self._check_usable()
         self._unsent.append(pack_to_scheduler(message))
         self._send_unsent()
 
     def _send_unsent(self) -> None:
-        """Send what others could not; whoever cannot either leaves it to who holds the lock."""
+        """Send queued messages, unless another thread holds the lock and will send them."""
         while self._unsent and self._send_lock.acquire(blocking=False):
             try:
                 while self._unsent:
@@ -538,7 +531,7 @@ class ControlClient:
                 self._send_lock.release()
 
     def _write(self, frame: bytearray, deadline: float) -> None:
-        """Send a frame, and what others wanted to tell meanwhile."""
+        """Send a frame, and then the messages that others have queued meanwhile."""
         if not self._send_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another thread is still sending")
         try:
@@ -548,7 +541,7 @@ class ControlClient:
         self._send_unsent()
 
     def _write_locked(self, frame: bytearray, deadline: float) -> None:
-        """Write to the socket; a failure ends the connection, and the reader tells everybody."""
+        """Write to the socket; a failure ends the connection, which the reader reports."""
         try:
             sockets.write_all(self._sock, frame, deadline=deadline)
         except OSError as error:
@@ -573,16 +566,16 @@ class ControlClient:
         self._scheduler_lost(cause)
 
     def _watch_until_readable(self) -> None:
-        """Look at what waits, every now and then, until there is something to read."""
+        """Call `watch` periodically until there is something to read."""
         look_s = min(self._config.stall_watch_s / LOOKS, MAX_LOOK_S)
         poll = select.poll()
-        with contextlib.suppress(ValueError):  # we were closed meanwhile: so reading will say
+        with contextlib.suppress(ValueError):  # closed meanwhile, as the next read shows
             poll.register(self._sock, select.POLLIN)
         while self._sock.fileno() >= 0 and not poll.poll(look_s * 1000):
             try:
                 self.watch()
             except Exception:
-                log.exception("looking at what waits failed")
+                log.exception("the stall watch failed")
 
     def _read_body(self) -> bytes | bytearray | None:
         if self._config.stall_watch_s:
@@ -618,7 +611,7 @@ class ControlClient:
             log.exception("the handler of %s failed", type(event).__name__)
 
     def _note_lost(self, lost: PeerLost) -> None:
-        """Keep the first cause; requests under way are failed by the scheduler itself."""
+        """Keep the first cause; the scheduler itself fails the pending requests."""
         if self._first_lost is None:
             self._first_lost = lost
         self._decide()
@@ -629,7 +622,7 @@ class ControlClient:
             self._news.notify_all()
 
     def _scheduler_lost(self, cause: str) -> None:
-        """End all waits: nobody answers any more."""
+        """End all waits, since no answer can come any more."""
         if self._is_ending:
             self._end(ShutdownError("the job is over or was left"))
             self._decide()
@@ -646,7 +639,7 @@ class ControlClient:
         return PeerLost("scheduler", 0, self._config.scheduler_host, 0, cause, goes_on=goes_on)
 
     def _end(self, cause: FastPSError) -> bool:
-        """Fail what waits now and later; False if that was done before."""
+        """Fail all pending and later requests; return False if that was done before."""
         with self._lock:
             is_first = self._cause is None
             self._cause = self._cause or cause
@@ -664,23 +657,23 @@ class ControlClient:
     def _check_usable(self) -> None:
         if self._is_forked():
             raise NotInitializedError(
-                "this process was forked from a member of the job and is none itself; call "
-                "fastps.init() in the process that trains"
+                "this process was forked from a member of the job and is not a member itself; "
+                "call fastps.init() in the process that trains"
             )
 
     def _abandon(self) -> None:
-        """Close this process's copies of the descriptors; the parent's connections live on."""
+        """Close this process's copies of the descriptors; the parent's connections stay open."""
         self._stop_pulse()
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
 
 
 def _ignore(event: Event) -> None:
-    """Take an event that nobody waits for any more."""
+    """Drop an event after close()."""
 
 
 def _nothing() -> None:
-    """Look at nothing."""
+    """Watch nothing."""
 
 
 def _make_join(

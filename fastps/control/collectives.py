@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Barriers, blobs, disputes, and names to forget: meetings of all workers, by name.
 
-Decides when a meeting is complete, and whom to tell what when it cannot be. Pure: time is an
-argument, answers are returned as (peer, message) pairs. Knows nothing of connections.
+Decides when a meeting is complete, and which error each worker gets when it cannot be. Pure: time
+is an argument, answers are returned as (peer, message) pairs. Knows nothing of connections.
 Invariant: each entry is answered exactly once, or its worker was removed.
 """
 
@@ -30,15 +30,15 @@ from fastps.control.protocol import (
 from fastps.control.stall_inquiry import LEAST_S, Stalls
 
 Answers: TypeAlias = list[tuple[int, ToMember]]
-Key: TypeAlias = tuple[str, str, int]  # kind, name, and which of several barriers of a name
+Key: TypeAlias = tuple[str, str, int]  # kind, name, and the number among barriers of a name
 
 MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
-MAX_MEETINGS = 4096  # names in use at once; more is a run-away program
+MAX_MEETINGS = 4096  # names in use at once; more is a runaway program
 MAX_BARRIERS = 64  # of one name in which a worker waits at once
 
 
 def workers_text(ranks: list[int]) -> str:
-    """Name workers by rank."""
+    """Return the names of workers, such as "worker 0, worker 2"."""
     return join_names([f"worker {rank}" for rank in ranks])
 
 
@@ -51,13 +51,13 @@ class Entry:
     deadline: float
 
 
-Farewell: TypeAlias = Callable[[Mapping[int, Entry]], Answers]
+OnForget: TypeAlias = Callable[[Mapping[int, Entry]], Answers]
 
 
 @dataclass
 class _Meeting:
     began: float
-    watch_s: float  # when next to say who is missing
+    watch_s: float  # age at which to log the missing workers next
     entries: dict[int, Entry] = field(default_factory=dict)  # by rank
 
     def deadline(self) -> float:
@@ -70,16 +70,16 @@ class Collectives:
     def __init__(
         self,
         size: int,
-        forget: Farewell,
+        forget: OnForget,
         *,
         goes_on: bool = False,
         watch_s: float = 0.0,
         peers: Mapping[int, tuple[int, str]] | None = None,
     ) -> None:
-        """Serve `size` workers; forget: called with who asked, once all have.
+        """Serve `size` workers; forget: called with the entries of all, once all have asked.
 
-        goes_on: who is gone is not waited for. watch_s: a meeting that takes longer is told of; 0:
-        none. peers: connection and full name of each worker, by rank.
+        goes_on: meetings complete without lost workers. watch_s: a meeting that takes longer is
+        logged; 0: none. peers: connection and full name of each worker, by rank.
         """
         self.stalls = Stalls(peers or {}, self._elsewhere)
         self._watch_s = watch_s or float("inf")
@@ -88,19 +88,24 @@ class Collectives:
         self._forget = forget
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
-        self._joined: set[int] = set()  # who has run out of data, until all have
+        self._joined: set[int] = set()  # workers that have run out of data, until all have
         self._barriers: dict[str, list[Key]] = {}  # in progress, by name, the oldest first
         self._numbers = itertools.count(1)
         self._held_bytes = 0
-        self._settled: dict[Key, tuple[set[int], str]] = {}  # disputes, and who has yet to hear
+        # ended disputes: workers that have not taken part yet, and the text for them
+        self._disputes: dict[Key, tuple[set[int], str]] = {}
 
     def enter(self, rank: int, peer: int, asked: Meeting | Waiting, now: float) -> Answers:
-        """Let a worker wait in a meeting, or say what it waits for; give what this decides."""
+        """Enter a worker into a meeting, or handle its report of a wait; return the answers."""
         if isinstance(asked, Waiting):
             return self.stalls.ask(rank, peer, asked, now)
         key = self._key(rank, asked)
-        if rank in self._settled.get(key, ((), ""))[0]:
-            return [(peer, Failed(asked.request, "mismatch", self._hear(key, rank)))]
+        silent, text = self._disputes.get(key, (set(), ""))
+        if rank in silent:
+            silent.discard(rank)
+            if not silent:
+                del self._disputes[key]
+            return [(peer, Failed(asked.request, "mismatch", text))]
         refusal = self._refuse(key, rank, asked)
         if refusal is not None:
             return [(peer, refusal)]
@@ -116,7 +121,7 @@ class Collectives:
         return self._decide(key)
 
     def _decide(self, key: Key) -> Answers:
-        """End a meeting that is complete, or can never be."""
+        """End a meeting that is complete, or can never be complete."""
         meeting = self._meetings[key]
         asked = [entry.asked for entry in meeting.entries.values()]
         is_root_gone = any(isinstance(one, Blob) and one.root_rank in self._gone for one in asked)
@@ -131,14 +136,14 @@ class Collectives:
         return self._complete(key)
 
     def join(self, rank: int) -> Answers:
-        """Take the word of a worker that has run out of data; meetings that need it fail."""
+        """Record that a worker has run out of data; meetings that need it fail."""
         self._joined.add(rank)
         if len(self._joined | self._gone) == self._size:
             self._joined.clear()
         return [answer for key in list(self._meetings) for answer in self._decide(key)]
 
     def remove(self, rank: int) -> Answers:
-        """Forget a worker that left; meetings that need it fail."""
+        """Remove a worker that left; meetings that need it fail."""
         self._gone.add(rank)
         self.stalls.remove(rank)
         for key, meeting in list(self._meetings.items()):
@@ -153,7 +158,7 @@ class Collectives:
         return [answer for key in keys for answer in self._end(key, kind, message)]
 
     def expire(self, now: float) -> Answers:
-        """End the meetings that somebody has waited for too long; look into long ones."""
+        """End the meetings whose deadline has passed; inquire about long ones."""
         late = [key for key, meeting in self._meetings.items() if meeting.deadline() <= now]
         found = [
             answer for key in late for answer in self._end(key, "stall", self._late_text(key))
@@ -165,7 +170,7 @@ class Collectives:
         return found + self.stalls.expire(now)
 
     def look(self, now: float) -> Answers:
-        """Find out, and log, why meetings that have gone on for a while are not complete."""
+        """Find out, and log, why meetings older than LEAST_S are not complete."""
         return [
             answer
             for key, meeting in self._meetings.items()
@@ -183,14 +188,14 @@ class Collectives:
         return min(times if inquiry is None else [*times, inquiry], default=None)
 
     def waiting(self) -> Iterator[tuple[int, int]]:
-        """List (peer, request) of everybody who waits."""
+        """List (peer, request) of all waiting workers."""
         for meeting in self._meetings.values():
             for entry in meeting.entries.values():
                 yield entry.peer, entry.asked.request
 
     def _key(self, rank: int, asked: Meeting) -> Key:
-        """Name a meeting; a worker that comes to a barrier again means the next of that name."""
-        if isinstance(asked, Forget):  # a name may hold whatever would separate two
+        """Return a meeting's key; a worker that enters a barrier again means the next one."""
+        if isinstance(asked, Forget):  # quoted, since a name may contain any separator
             return "forget", ", ".join(repr(name) for name, _ in asked.tensors), 0
         version = f" {asked.version}" if isinstance(asked, Dispute) else ""
         kind, name = type(asked).__name__.lower(), repr(asked.name + version)
@@ -204,20 +209,19 @@ class Collectives:
         meeting = self._meetings.get(key)
         what = _what(key)
         if meeting is not None and rank in meeting.entries:
-            text = f"worker {rank} is already waiting in {what}; give each its own name"
+            text = f"worker {rank} is already waiting in {what}; use a different name for each"
             return Failed(asked.request, "config", text)
         barriers = self._barriers.get(key[1], ()) if key[0] == "barrier" else ()
         if meeting is None and len(barriers) >= MAX_BARRIERS:
             text = f"worker {rank} is already waiting {MAX_BARRIERS} times in {what}"
-            return Failed(asked.request, "error", f"{text}; wait for some before it begins more")
+            return Failed(asked.request, "error", f"{text}; wait for some before starting more")
         if meeting is None and len(self._meetings) >= MAX_MEETINGS:
-            text = f"{what} refused: {MAX_MEETINGS} barriers and blobs are waiting already"
+            text = f"{what} refused: {MAX_MEETINGS} barriers and blobs are already waiting"
             return Failed(asked.request, "error", text)
         if isinstance(asked, Blob) and (asked.data is not None) != (asked.root_rank == rank):
-            text = (
-                f"{what}: worker {rank} must {'give' if asked.data is None else 'not give'} data"
-            )
-            return Failed(asked.request, "config", f"{text}; the root is {asked.root_rank}")
+            verb = "must pass" if asked.data is None else "must not pass"
+            text = f"{what}: worker {rank} {verb} data, since the root is {asked.root_rank}"
+            return Failed(asked.request, "config", text)
         if isinstance(asked, Blob) and asked.root_rank >= self._size:
             text = f"{what}: root rank {asked.root_rank} does not exist, the size is {self._size}"
             return Failed(asked.request, "config", text)
@@ -227,19 +231,12 @@ class Collectives:
             return Failed(asked.request, "error", f"{text} that other workers have not fetched")
         return None
 
-    def _settle(self, key: Key, meeting: _Meeting) -> str:
-        """Return who started what; those who come late will hear the same."""
+    def _end_dispute(self, key: Key, meeting: _Meeting) -> str:
+        """Return which worker started what; late workers will get the same text."""
         silent = {rank for rank in range(self._size) if rank not in meeting.entries} - self._gone
         text = _dispute_text(meeting, sorted(silent))
-        if silent and len(self._settled) < MAX_MEETINGS:
-            self._settled[key] = silent, text
-        return text
-
-    def _hear(self, key: Key, rank: int) -> str:
-        silent, text = self._settled[key]
-        silent.discard(rank)
-        if not silent:
-            del self._settled[key]
+        if silent and len(self._disputes) < MAX_MEETINGS:
+            self._disputes[key] = silent, text
         return text
 
     def _complete(self, key: Key) -> Answers:
@@ -257,8 +254,8 @@ class Collectives:
 
     def _end(self, key: Key, kind: str, message: str) -> Answers:
         meeting = self._close(key)
-        if key[0] == "dispute":  # what is known is better than why no more is
-            kind, message = "mismatch", self._settle(key, meeting)
+        if key[0] == "dispute":  # the known reports help more than the reason of the end
+            kind, message = "mismatch", self._end_dispute(key, meeting)
         return [
             (entry.peer, Failed(entry.asked.request, kind, message))
             for entry in meeting.entries.values()
@@ -275,7 +272,7 @@ class Collectives:
         return meeting
 
     def _release(self, entry: Entry | None) -> None:
-        """Count what a worker gave as held no more."""
+        """Subtract a worker's data from the bytes that are held."""
         if entry is not None and isinstance(entry.asked, Blob):
             self._held_bytes -= len(entry.asked.data or b"")
 
@@ -308,20 +305,20 @@ class Collectives:
 
 
 def _what(key: Key) -> str:
-    """Name a meeting; farewells may have long names."""
+    """Return a meeting's name; the name of one that forgets tensors may be long."""
     return f"{key[0]} {key[1][:200]}"
 
 
 def _joined_text(key: Key, ranks: list[int]) -> str:
     return (
         f"{_what(key)} cannot complete: {workers_text(ranks)} has run out of data and called "
-        "join(), which takes part in allreduce, reduce, barriers and broadcasts alone: call this "
+        "join(), which only takes part in allreduce, reduce, barriers and broadcasts; call this "
         "before any worker joins, or after all have"
     )
 
 
 def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:
-    """Name the workers of each side; the side of the lowest rank first."""
+    """Return which workers started which operation, beginning with the lowest rank."""
     sides: dict[str, list[int]] = {}
     name = ""
     for rank, entry in sorted(meeting.entries.items()):
@@ -332,7 +329,7 @@ def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:
     lines += [f"{workers_text(silent)} did not say in time"] * bool(silent)
     return (
         f"tensor {name!r}: the workers started different operations: {'; '.join(lines)}. Make all "
-        "workers call the same"
+        "workers call the same operation"
     )
 
 
@@ -341,8 +338,8 @@ def _root(entry: Entry) -> int:
 
 
 def _roots_text(name: str, roots: dict[int, int]) -> str:
-    sides = [f"worker {rank} says root {root}" for rank, root in sorted(roots.items())]
-    return f"blob {name!r}: workers disagree about its root: {join_names(sides)}"
+    sides = [f"worker {rank} gave root {root}" for rank, root in sorted(roots.items())]
+    return f"blob {name!r}: workers gave different roots: {join_names(sides)}"
 
 
 def _success(asked: Meeting, data: bytes) -> ToMember:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reach the scheduler: resolve, connect, authenticate, again until the start timeout.
+"""Connect to the scheduler: resolve, connect and authenticate, with retries until a deadline.
 
-Decides which failures pass (nobody listens yet, a name not known yet, too many at once) and which
-cannot (wrong token, another program at the port). Errors say what was tried and what to set.
-Synchronous; called on the thread of connect(); every step ends at the deadline.
+Decides which failures are temporary (no listener yet, a name that is not known yet, too many
+connections) and which are not (wrong token, another program at the port). Synchronous; called on
+the thread of connect(); every step ends at the deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
-_NAME_S = 1.0  # to look a name up for the text of an error
+_NAME_S = 1.0  # to resolve a name for the text of an error
 
 
 def dial(
@@ -39,7 +39,7 @@ def dial(
     sender, lane: of a member's own token, its rank and Token.lane.
 
     Raises ConfigError (no address, unknown host), AuthError and ProtocolError at once,
-    TransportTimeout when nobody could be reached before the deadline.
+    TransportTimeout when the scheduler could not be reached before the deadline.
     """
     if not config.scheduler_host or not config.scheduler_port:
         raise ConfigError(
@@ -64,7 +64,7 @@ def dial(
 
 
 def dial_control(config: Config, token: Token, *, deadline: float) -> socket.socket:
-    """Return a control connection, of who the token proves; see dial()."""
+    """Return a control connection of the member that the token identifies; see dial()."""
     return dial(
         config, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL, sender=token.rank,
         lane=token.lane, deadline=deadline,
@@ -76,10 +76,10 @@ def token_of(config: Config) -> Token:
     return parse(config.token_bytes(), config.role, config.rank)
 
 
-def tell_absent(config: Config, message: Absent, *, timeout_s: float) -> None:
-    """Tell the scheduler, from another machine, that a process has ended; blocks to timeout_s.
+def report_absent(config: Config, message: Absent, *, timeout_s: float) -> None:
+    """Report to the scheduler of another machine that a process has ended; blocks to timeout_s.
 
-    Raises as dial() does, and OSError.
+    Raises what dial() raises, and OSError.
     """
     token = parse(config.token_bytes(), message.role, message.rank)
     with dial_control(config, token, deadline=time.monotonic() + timeout_s) as sock:
@@ -139,8 +139,8 @@ def _with_address(error: FastPSError, config: Config) -> FastPSError:
     return kind(f"scheduler {_where(config)}: {error}")
 
 
-def _if_it_leads_here(config: Config) -> str:
-    """Return the hint that the scheduler's name means this machine, as /etc/hosts may say."""
+def _loopback_hint(config: Config) -> str:
+    """Return a hint if the scheduler's name resolves to this machine, as /etc/hosts may do."""
     host = config.scheduler_host
     try:
         found = sockets.look_up(host, config.scheduler_port, timeout_s=_NAME_S)
@@ -150,8 +150,8 @@ def _if_it_leads_here(config: Config) -> str:
     if host == "localhost" or host in addresses or not all(map(sockets.is_loopback, addresses)):
         return ""
     return (
-        f"; here {host} leads to {', '.join(addresses)}, which is this machine: mend /etc/hosts, "
-        "or give the scheduler's address in digits"
+        f"; here {host} resolves to {', '.join(addresses)}, which is this machine: correct "
+        "/etc/hosts, or use the scheduler's IP address"
     )
 
 
@@ -166,7 +166,7 @@ def _unknown_host(config: Config, error: socket.gaierror) -> ConfigError:
 def _unreachable(config: Config, last: str, waited_s: float) -> TransportTimeout:
     return TransportTimeout(
         f"no scheduler at {_where(config)} after {waited_s:.1f} s of trying: {last}"
-        f"{_if_it_leads_here(config)}; is it started there, and does a firewall let the port "
-        "through? Set FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT, or raise "
+        f"{_loopback_hint(config)}; check that it runs there and that no firewall blocks the "
+        "port. Set FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT, or raise "
         "FASTPS_START_TIMEOUT_S if it starts late"
     )

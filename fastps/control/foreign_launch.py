@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the workers of a foreign launcher meet: on which board, or what to set without one.
+"""The rendezvous of workers that another launcher started: choose a board, or explain what to set.
 
-On one machine that is a Unix socket, whose other end the kernel names; between machines what the
-launcher itself carries, or a file of mode 0600 in a directory that all machines have. Nothing
-that is private goes where others could read it. docs/launchers.md has the table.
+On one machine the board is a Unix socket, whose peer's user the kernel verifies. Between machines
+it is a store of the launcher, or a file of mode 0600 in a directory that all machines share.
+Secrets are only written where other users cannot read them. docs/launchers.md has the table.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _STOP_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """What a process keeps of how it met the others: how it joins, and what to end."""
+class Rendezvous:
+    """The result of meet(): the settings with which to join, the board, and how to end both."""
 
     settings: Mapping[str, object]
     board: Board
     close: Callable[[], None]
 
 
-def meet(config: Config) -> Meeting:
-    """Meet the others of this run; rank 0 hosts the scheduler. Blocks up to start_timeout_s.
+def meet(config: Config) -> Rendezvous:
+    """Find the other workers of this run; rank 0 hosts the scheduler. Blocks to start_timeout_s.
 
-    Raises ConfigError that says what to set where nobody is found who carries a secret.
+    Raises ConfigError that says what to set if there is no private board.
     """
     launcher = find(config, process_environment())
     if launcher is None or config.rank is None:
@@ -63,15 +63,15 @@ def meet(config: Config) -> Meeting:
             settings = rendezvous.find(board, timeout_s=config.start_timeout_s)
     except TransportTimeout as error:
         raise TransportTimeout(f"{error}; {_advice(launcher)}") from error
-    return Meeting(settings, board, close)
+    return Rendezvous(settings, board, close)
 
 
 def _nothing() -> None:
-    """End nothing: another rank hosts."""
+    """End nothing, since rank 0 hosts the scheduler."""
 
 
 def _board(config: Config, launcher: Launcher) -> Board:
-    """Choose the board: the nearest that is private."""
+    """Return the nearest board that is private."""
     words = [str(os.geteuid()), launcher.name, launcher.run, config.job_id]
     name = hashlib.sha256("\0".join(words).encode()).hexdigest()[:32]
     if launcher.is_one_machine:
@@ -83,11 +83,10 @@ def _board(config: Config, launcher: Launcher) -> Board:
         return carried
     if launcher.folder:
         return FileBoard(Path(launcher.folder) / f".fastps-{name}")
-    raise ConfigError(f"{launcher.name} started workers on several machines, and {_NOBODY}"
-                      f"{_advice(launcher)}")  # fmt: skip
-
-
-_NOBODY = "there is nothing private to carry the job's token between them: "
+    raise ConfigError(
+        f"{launcher.name} started workers on several machines, and there is no private channel "
+        f"for the job's token between them; {_advice(launcher)}"
+    )
 
 
 def _by_pmix(launcher: Launcher) -> Board | None:
@@ -95,7 +94,7 @@ def _by_pmix(launcher: Launcher) -> Board | None:
 
 
 def _advice(launcher: Launcher) -> str:
-    """Return what to set."""
+    """Return the settings that help."""
     also = "import fastps.torch, which uses torchrun's store; or " * (launcher.name == "torchrun")
     return (
         f"{also}set FASTPS_MEETING_DIR to a directory that all machines share, where rank 0 can "
@@ -105,7 +104,7 @@ def _advice(launcher: Launcher) -> str:
 
 
 class UnixBoard:
-    """A text that an abstract Unix socket gives to processes of this user, on this machine."""
+    """A text that processes of this user on this machine read from an abstract Unix socket."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -113,19 +112,19 @@ class UnixBoard:
         self._thread = threading.Thread(target=self._serve, name="fastps:meeting", daemon=True)
 
     def post(self, text: str) -> None:
-        """Serve the text to all who connect, from a thread."""
+        """Serve the text to all connections, from a thread."""
         self._text = text.encode()
         try:
             self._listener = sockets.listen_unix_at(self._name)
         except ConfigError as error:
             raise ConfigError(
-                "the name by which ranks meet is taken, by another job that the same process "
-                "started, or another user; set FASTPS_JOB_ID, the same for all ranks of this job"
+                "the rendezvous name of this job is in use, by another job of the same parent "
+                "process or by another user; set FASTPS_JOB_ID, the same for all ranks of this job"
             ) from error
         self._thread.start()
 
     def read(self, *, timeout_s: float) -> str:
-        """Ask for the text, again until somebody has it."""
+        """Ask for the text, repeatedly until rank 0 serves it."""
         deadline = time.monotonic() + timeout_s
         for _ in sockets.attempts(deadline):
             with (
@@ -133,13 +132,16 @@ class UnixBoard:
                 sockets.connect_unix(self._name, deadline=deadline) as sock,
             ):
                 if not sockets.is_own_user(sock):
-                    raise ConfigError("another user has taken the name by which ranks meet")
+                    raise ConfigError(
+                        "another user has taken the rendezvous name of this job; set "
+                        "FASTPS_JOB_ID, the same for all ranks"
+                    )
                 if text := _read_all(sock, deadline):
                     return text
         raise TransportTimeout(f"rank 0 has not called init() within {timeout_s:.3g} s")
 
     def clear(self) -> None:
-        """Stop serving it; idempotent."""
+        """Stop serving the text; idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -153,7 +155,7 @@ class UnixBoard:
                 sock, _ = listener.accept()
                 with sock, contextlib.suppress(OSError):
                     if sockets.is_own_user(sock):
-                        sock.sendall(self._text)  # less than the kernel holds: it does not wait
+                        sock.sendall(self._text)  # fits into the socket's buffer: never waits
 
 
 def _read_all(sock: socket.socket, deadline: float) -> str:
@@ -174,7 +176,7 @@ class FileBoard:
         self._path = path
 
     def post(self, text: str) -> None:
-        """Put the file there at once, as a whole, in place of one that was left behind."""
+        """Write the file atomically, replacing one that an earlier job left."""
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -182,21 +184,24 @@ class FileBoard:
             draft.replace(self._path)
         except OSError as error:
             raise ConfigError(
-                f"{self._path.parent} cannot take the file by which ranks meet: {error}; set "
+                f"cannot write the rendezvous file to {self._path.parent}: {error}; set "
                 "FASTPS_MEETING_DIR to a directory that all machines share"
             ) from error
 
     def read(self, *, timeout_s: float) -> str:
-        """Look until the file is there."""
+        """Wait until the file is there."""
         for _ in sockets.attempts(time.monotonic() + timeout_s):
             with contextlib.suppress(FileNotFoundError), self._path.open() as file:
                 status = os.fstat(file.fileno())
                 if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                    raise ConfigError(f"{self._path} is not ours alone, and is not trusted")
+                    raise ConfigError(
+                        f"{self._path} belongs to another user or is open to others, so it is "
+                        "not trusted; remove it"
+                    )
                 return file.read(_MAX_BYTES)
         raise TransportTimeout(f"rank 0 has left no file {self._path} within {timeout_s:.3g} s")
 
     def clear(self) -> None:
-        """Take the file away."""
+        """Remove the file."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)

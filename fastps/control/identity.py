@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which machine a process is on, as it tells the others.
+"""The names of the machine that a process announces to the others.
 
-Decides two names: which processes reach each other by Unix sockets, and which can share memory.
-Reads the kernel's boot id and network namespace; starts nothing.
+Decides two names: equal host ids mean that processes reach each other by Unix sockets, equal
+machine names that they can share memory. Reads the kernel's boot id and network namespace.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from fastps.config import Config
 
 BOOT_ID_FILE = Path("/proc/sys/kernel/random/boot_id")
 NETWORK_FILE = Path("/proc/self/ns/net")
-APART = "#"  # what follows tells apart processes of one machine that cannot share memory
+APART = "#"  # begins a suffix that distinguishes processes which cannot share memory
 RANDOM_BYTES = 8
 
 
 def host_id() -> str:
-    """Name the kernel and the network namespace; abstract Unix sockets reach no further."""
+    """Return a name of the kernel and network namespace, the reach of abstract Unix sockets."""
     return f"{_boot_id()}/{_network_namespace()}"
 
 
 def machine_name(config: Config, *, is_shared: bool) -> str:
-    """Name the machine as configured, else by its host id; a process alone if not is_shared."""
+    """Return the configured machine name, else the host id; unique to us if not is_shared."""
     name = config.machine or host_id()
     return name if is_shared else f"{name}{APART}{os.getpid()}-{secrets.token_hex(RANDOM_BYTES)}"
 
 
 def host_of(machine: str) -> str:
-    """Return the name of the machine that processes share whether or not they share memory."""
+    """Return the machine name that processes have in common, whether or not they share memory."""
     return machine.partition(APART)[0]
 
 
 def _boot_id() -> str:
-    """Return what tells machines apart even where their names are equal."""
+    """Return the kernel's boot id, which differs even between machines of equal names."""
     try:
         return BOOT_ID_FILE.read_text("ascii").strip()
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The listening sockets of a process that serves, opened before it joins so that it can tell.
+"""The listening sockets of a process that serves, opened before it joins, to announce them.
 
-Knows addresses alone; who comes in is the business of the listener that takes the sockets over.
+Knows only addresses; the listener that takes the sockets over accepts connections.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastps.transport.interfaces import own_address
 
 @dataclass(frozen=True)
 class Listeners:
-    """Bound sockets, and how others reach them: address, and abstract Unix name or nothing."""
+    """Bound sockets and their addresses: TCP, and an abstract Unix name or an empty text."""
 
     sockets: list[socket.socket]
     address: tuple[str, int]
@@ -29,10 +29,10 @@ class Listeners:
 
 
 def open_listeners(config: Config, *, port: int) -> Listeners:
-    """Listen on the own address, port 0 takes a free one, and on a Unix socket if settings allow.
+    """Listen on the own address (port 0: any free port), and on a Unix socket if settings allow.
 
-    Blocks up to connect_timeout_s for a scheduler whose name is not known yet, since the way to
-    it tells the own address. Raises ConfigError naming the setting to change.
+    Blocks up to connect_timeout_s for a scheduler whose name is not known yet, since the route to
+    the scheduler determines the own address. Raises ConfigError naming the setting to change.
     """
     if not (config.host or config.interface):
         wait_for_name(config)

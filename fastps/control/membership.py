@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is in the job: joins, ranks, leases, losses, leaving, generations.
+"""The members of the job: joins, ranks, leases, losses, departures, generations.
 
-A pure state machine: no socket, no clock, no thread. The scheduler feeds it what happened, with
-the time, and carries out the actions it returns. A peer is the number of one control connection
-and is never used twice.
+A pure state machine: no socket, no clock, no thread. The scheduler passes it events with the
+time, and carries out the actions it returns. A peer is the number of one control connection and
+is never used twice.
 
 Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next generation
          RUNNING --a member is lost--> BROKEN --all gone--> OVER
-         LOBBY --nobody came for too long--> OVER
+         LOBBY --no member came for too long--> OVER
 
-Servers stay from generation to generation; workers join each one anew, and may already wait for
-the next one while others have yet to leave this one. A worker whose process serves too is let go
-when all workers have asked to leave, or when its own patience ends; then broken links prove
-nothing any more, and who needs nothing may still leave in order. Invariants: ranks are unique
-per role; the generation only grows; the first cause is recorded once and nothing replaces it;
-every request is answered, or its peer is told of a loss and dropped.
+Servers stay from generation to generation; workers join each generation again, and may already
+wait for the next one while others have yet to leave this one. A worker whose process serves too
+leaves when all workers have asked to leave, or at its own deadline. After that, broken links are
+no evidence any more, and workers that need no server may still leave in order. Invariants: ranks
+are unique per role; the generation only grows; the first cause is recorded once and never
+replaced; every request is answered, or its peer gets a PeerLost and is dropped.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_NOTES = 8  # departures before the start that are told to those who wait
+MAX_NOTES = 8  # departures before the start that the text about missing members lists
 PULSE_CLOSED = "its pulse connection closed: it crashed, was killed or was cut off"
 GAVE_UP = "gave up waiting for the job to start"
-TOGETHER_S = 10.0  # whose waiting for the start ends within this time of another's
+TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ Action: TypeAlias = Send | Close | Finish
 
 
 class Phase(enum.Enum):
-    """Where the job stands."""
+    """The phase of the job."""
 
     LOBBY = "lobby"
     RUNNING = "running"
@@ -116,7 +116,7 @@ class Membership:
     def __init__(
         self, config: Config, *, now: float, machines: Mapping[Place, str] | None = None
     ) -> None:
-        """Open the first lobby; machines: of members to come, where a launcher knows them."""
+        """Open the first lobby; machines: of future members, as far as a launcher knows them."""
         self.phase = Phase.LOBBY
         self.generation = 1
         self.has_been_tried = self.has_begun = False  # by a worker; by all of them, ever
@@ -124,31 +124,31 @@ class Membership:
         self._config = config
         self._peers: dict[int, Peer] = {}
         self._suspicions = Suspicions(is_judged=config.num_validators > 0)
-        self._departure = ""  # who stopped serving while others were at work
+        self._departure = ""  # text about a member that stopped serving while others worked
         self._notes: list[str] = []
-        self._to_end: set[Place] = set()  # by their launcher
+        self._to_end: set[Place] = set()  # their launcher is about to end these
         self._why_to_end = ""
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
         self._watch = StartWatch(config.start_watch_s)
-        self._absentees = MissingMembers(machines or {})
+        self._missing = MissingMembers(machines or {})
         self._goes_on = False
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
-        self.refused: dict[str, int] = {}  # what members asked for and may not, by kind
+        self.refused: dict[str, int] = {}  # number of refused requests, by kind
         self._declarations = Declarations(config, owners={}, refused=self.refused)
         self._collectives = Collectives(config.n_programs, self._declarations.forget)
 
-    # ---- what happened ----
+    # ---- events ----
 
     def receive(self, peer: int, message: ToScheduler | Malformed, now: float) -> list[Action]:
-        """Take a message of a peer."""
+        """Handle a message of a peer."""
         member = self._peers.get(peer)
         if isinstance(message, Join):
             self._join(peer, message, now)
         elif isinstance(message, Absent):
-            self._absentees.add(message)
+            self._missing.add(message)
             self._end_start_in_vain(now)
         elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
@@ -165,22 +165,22 @@ class Membership:
         elif isinstance(message, KeysReady | KeysFailed):
             self._keys(member, message)
         elif isinstance(message, Tell):
-            self._pass_on(member, message)
+            self._relay(member, message)
         elif isinstance(message, Dropped):
             self._declarations.dropped(peer, message.request)
         elif isinstance(message, Whereabouts):
-            self._send_all(self._collectives.stalls.told(member.number, message))
+            self._send_all(self._collectives.stalls.answer(member.number, message))
         else:
             self._collective(member, message, now)
         return self._drain(now)
 
     def closed(self, peer: int, cause: str, now: float) -> list[Action]:
-        """Note that a peer's control connection ended without a leave."""
+        """Handle the end of a peer's control connection without a leave."""
         self._drop(peer, cause, now)
         return self._drain(now)
 
     def pulse(self, peer: int, now: float) -> bool:
-        """Renew a lease; False if the peer is no member (any more)."""
+        """Renew a lease; return False if the peer is not a member."""
         member = self._peers.get(peer)
         if member is None:
             return False
@@ -188,14 +188,14 @@ class Membership:
         return True
 
     def pulse_closed(self, peer: int, now: float) -> list[Action]:
-        """Note that a pulse connection ended: proof enough against a suspect."""
+        """Handle the end of a pulse connection, which confirms a suspicion."""
         text = self._suspicions.of(peer)
         if text is not None:
             self._drop(peer, f"{PULSE_CLOSED}; {text}", now)
         return self._drain(now)
 
     def slept(self, now: float) -> list[Action]:
-        """Renew all leases: the scheduler itself was stopped and cannot judge the silence."""
+        """Renew all leases, since the scheduler itself was stopped and cannot judge silence."""
         for member in self._peers.values():
             member.lease_until = max(member.lease_until, now + self._config.lease_s)
         return self._drain(now)
@@ -206,8 +206,8 @@ class Membership:
             self._end(reason, 0 if self.first_cause is None else 1, now)
         return self._drain(now)
 
-    def ask_locations(self, now: float) -> list[Action]:
-        """Find out, and log, who waits for whom."""
+    def request_locations(self, now: float) -> list[Action]:
+        """Find out, and log, which workers wait for which."""
         workers = self._of_role("worker")
         self._out += [Send(item.peer, Locate(0, "")) for item in workers if item.is_working]
         self._send_all(self._collectives.look(now))
@@ -215,16 +215,16 @@ class Membership:
 
     @property
     def inquiries(self) -> int:
-        """Count the operations of which workers are asked just now."""
+        """Return the number of inquiries under way."""
         return self._collectives.stalls.count
 
     def expect_ends(self, places: Iterable[Place], why: str) -> None:
-        """Take a launcher's word that it ends these processes, and why."""
+        """Record that a launcher is about to end these processes, and why."""
         self._to_end.update(places)
         self._why_to_end = why
 
     def tick(self, now: float) -> list[Action]:
-        """Do what is due; to be called at next_deadline()."""
+        """Handle everything that is due; to be called at next_deadline()."""
         for member in list(self._peers.values()):
             if member.lease_until <= now:
                 self._drop(member.peer, silence_text(self._config.lease_s), now)
@@ -237,13 +237,13 @@ class Membership:
         impatient = [item for item in self._leaving() if item.leave_deadline <= now]
         for item in impatient:
             self._note_departure(item)
-        self._let_go(impatient, now)
+        self._finish_leaving(impatient, now)
         self._send_all(self._collectives.expire(now))
         self._send_all(self._declarations.expire(now))
         if self._idle_until <= now:
             self._idle_timed_out(now)
         if self._watch.due <= now:
-            log.warning("no start after %.0f s: %s", self._watch.say(now), self.missing_text())
+            log.warning("no start after %.0f s: %s", self._watch.next(now), self.missing_text())
         self._end_start_in_vain(now)
         return self._drain(now)
 
@@ -259,7 +259,7 @@ class Membership:
         times += [member.leave_deadline for member in self._leaving()]
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
-        times += [self._idle_until, self._watch.due, self._absentees.next_deadline()]
+        times += [self._idle_until, self._watch.due, self._missing.next_deadline()]
         first = min(times)
         return None if first == float("inf") or self._is_finished else first
 
@@ -275,14 +275,14 @@ class Membership:
         return tuple((item.peer, item.join.role, item.rank) for item in self._peers.values())
 
     def missing_text(self) -> str:
-        """Return who has joined, who has not, and who came and went."""
+        """Return which members have joined, which have not, and which were lost."""
         if self.phase is Phase.RUNNING:
             running = [item.full_name for item in self._programs() if item.is_working]
             return f"the job's earlier run goes on: {join_names(running)} did not leave it"
         parts: list[str] = []
         for role in ("worker", "validator", "server"):
             if total := places(self._config, role)[0]:
-                parts += self._absentees.describe(role, total, self._of_role(role))
+                parts += self._missing.describe(role, total, self._of_role(role))
         return "; ".join(parts + [f"earlier: {note}" for note in self._notes])
 
     # ---- joining ----
@@ -318,7 +318,7 @@ class Membership:
         return None if text is None else ("config", text)
 
     def _rivals(self, role: str) -> list[Peer]:
-        """List those who compete with a newcomer for places and ranks."""
+        """List the members that compete with a new one for places and ranks."""
         if role != "server" and self._has_worker_left():
             return [item for item in self._of_role(role) if not item.has_started]
         return self._of_role(role)
@@ -342,10 +342,10 @@ class Membership:
         self._end_start_in_vain(now)
 
     def _end_start_in_vain(self, now: float) -> None:
-        """End a start that some wait for and others will never come to."""
+        """End a start for which some members wait although others will never come."""
         if self.phase is not Phase.LOBBY:
             return
-        absent = self._absentees.first(
+        absent = self._missing.first(
             {
                 (item.join.role, item.rank)
                 for item in self._peers.values()
@@ -414,7 +414,7 @@ class Membership:
                 self._send(item.peer, Started(request.request, job))
 
     def _start_timed_out(self, member: Peer, now: float) -> None:
-        """End the wait of a member, and of those whose own ends soon: they miss the same."""
+        """End the wait of a member, and of those whose waits end soon: they miss the same ones."""
         assert member.start_request is not None
         text = start_text(self.missing_text(), member.start_request.timeout_s)
         for item in list(self._peers.values()):
@@ -450,7 +450,7 @@ class Membership:
         self._send_all(answers)
 
     def _answer_ended(self, member: Peer, request: int) -> bool:
-        """Answer a request that comes after the end of the job; False if it has not ended."""
+        """Answer a request that comes after the end of the job; return whether it has ended."""
         if self.first_cause is not None:
             self._fail(member, request, "peer_lost", str(self.first_cause))
         elif self.phase is Phase.OVER:
@@ -472,10 +472,10 @@ class Membership:
         if member.has_started and self.phase is Phase.RUNNING:
             self._note_left(member)
         if not is_needed:
-            self._let_go([member], now)
+            self._finish_leaving([member], now)
 
     def _note_left(self, member: Peer) -> None:
-        """Tell the others, and end what waits for a worker that will not come, or is its own."""
+        """Announce a worker's departure; fail its own requests and those that wait for it."""
         assert member.number is not None
         for peer, request in [*self._collectives.waiting(), *self._declarations.waiting()]:
             if peer == member.peer:
@@ -487,7 +487,7 @@ class Membership:
             self._declarations.remove(member.number)
 
     def _note_departure(self, member: Peer) -> None:
-        """Tell those at work that a server goes with its worker, before their links to it end."""
+        """Announce to active workers that a server leaves with its worker, before links end."""
         if not self._is_needed(member):
             return
         assert member.number is not None
@@ -505,8 +505,8 @@ class Membership:
             self._suspicions.clear()
             self._send_all(self._declarations.fail_all("peer_lost", self._departure))
 
-    def _let_go(self, leaving: list[Peer], now: float) -> None:
-        """Answer those who asked to leave, and end their membership."""
+    def _finish_leaving(self, leaving: list[Peer], now: float) -> None:
+        """Answer the members that asked to leave, and end their membership."""
         self._dismiss(leaving)
         if leaving:
             self._after_departure(now)
@@ -518,11 +518,11 @@ class Membership:
             self._remove(item)
 
     def _leaving(self) -> list[Peer]:
-        """List the workers that have left except for serving the others."""
+        """List the workers that have left and only serve the others."""
         return [item for item in self._peers.values() if item.leave_request is not None]
 
     def _is_needed(self, owner: Peer) -> bool:
-        """Return whether workers that are at work need what this member owns."""
+        """Return whether active workers need the keys of this member."""
         return (
             self.phase is Phase.RUNNING
             and owner.is_owner
@@ -530,7 +530,7 @@ class Membership:
         )
 
     def _drop(self, peer: int, cause: str, now: float) -> None:
-        """Take out a member that did not leave in order."""
+        """Remove a member that did not leave in order."""
         member = self._peers.get(peer)
         if member is None:
             return
@@ -550,7 +550,7 @@ class Membership:
         self._after_departure(now)
 
     def _note_early_end(self, member: Peer, cause: str, now: float) -> None:
-        """Note that a member has gone before the start, which ends the start that others await."""
+        """Record a member lost before the start, which ends the start that others await."""
         if len(self._notes) < MAX_NOTES:
             self._notes.append(f"{member.full_name} joined and was lost: {cause}")
         others = (item for item in self._peers.values() if item is not member)
@@ -559,9 +559,7 @@ class Membership:
             rank = group.index(member) if member.rank is None else member.rank
             text = f"{cause}, before the job had started"
             join = member.join
-            self._absentees.note_closed(
-                Absent(join.role, rank, join.hostname, join.pid, text), now
-            )
+            self._missing.note_closed(Absent(join.role, rank, join.hostname, join.pid, text), now)
 
     def _lost(self, member: Peer, cause: str) -> PeerLost:
         join, goes_on = member.join, self._can_spare(member)
@@ -569,11 +567,11 @@ class Membership:
         return PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text, goes_on)
 
     def _can_spare(self, member: Peer) -> bool:
-        """Return whether the job goes on without a member; not without one that is trusted."""
+        """Return whether the job continues without a member; validators and servers are needed."""
         return self._goes_on and member.join.role == "worker"
 
     def _lose(self, member: Peer, cause: str) -> None:
-        """Let the others go on without a worker: tell everybody, the lost one included."""
+        """Continue without a worker: announce the loss to all members, the lost one included."""
         assert member.number is not None
         if member.is_working:
             self._tell_all(self._lost(member, cause))
@@ -581,12 +579,12 @@ class Membership:
             self._declarations.remove(member.number)
 
     def _break(self, member: Peer, cause: str) -> None:
-        """Record the first cause and tell it to everybody, the lost one included."""
+        """Record the first cause and send it to all members, the lost one included."""
         self._fail_job(self._lost(member, cause))
         self._dismiss([item for item in self._leaving() if item is not member])
 
     def _fail_job(self, cause: PeerLost) -> None:
-        """End everything that anybody waits for, and tell why."""
+        """End the job with a first cause: fail all requests, and send the cause."""
         self.first_cause = cause
         self.phase = Phase.BROKEN
         self._watch.end()
@@ -604,7 +602,7 @@ class Membership:
         self._out.append(Close(member.peer))
 
     def _after_departure(self, now: float) -> None:
-        """Start what comes when the last worker or the last member has gone."""
+        """Enter the next phase if the last worker or the last member has gone."""
         if self.phase is Phase.RUNNING and not any(item.is_working for item in self._programs()):
             self._dismiss(self._leaving())
             self._next_generation(now)
@@ -628,10 +626,11 @@ class Membership:
         self._start_if_complete(now)
 
     def _report_lost(self, member: Peer, report: ReportLost, now: float) -> None:
-        """Suspect a member: its own connections may tell better why it is unreachable.
+        """Suspect a reported member; the end of its own connections may explain it better.
 
-        One that reports itself knows: its device or its network failed. Once a server has gone
-        with its worker nothing is suspected any more: others end all links when one has ended.
+        A member that reports itself is dropped at once: its device or network failed. After a
+        server has left with its worker there are no suspicions any more: when one link ends,
+        members end all links.
         """
         if self.phase is not Phase.RUNNING or not member.has_started or self._departure:
             return
@@ -645,8 +644,8 @@ class Membership:
                     (item.peer, item.name), (member.peer, member.name), report.cause, now
                 )
 
-    def _pass_on(self, member: Peer, message: Tell) -> None:
-        """Let workers know what another one tells them."""
+    def _relay(self, member: Peer, message: Tell) -> None:
+        """Send a worker's data to the workers it names."""
         if member.number is None or self.phase is not Phase.RUNNING:
             return
         if message.has_joined:
@@ -657,7 +656,7 @@ class Membership:
                 self._send(item.peer, told)
 
     def _life_text(self, peer: int, now: float) -> str:
-        """Return whether a suspect gives signs of life; its machine may be off."""
+        """Return the text about a suspect's heartbeats."""
         member = self._peers.get(peer)
         silent_s = now - member.lease_until + self._config.lease_s if member else 0.0
         return life_text(silent_s, heartbeat_s=self._config.heartbeat_s)
@@ -671,13 +670,14 @@ class Membership:
         elif self.generation > 1:
             self._end("all workers left", 0, now)
         else:
-            why = f"nobody joined within {self._config.start_timeout_s:g} s; give servers and "
-            why += "workers this scheduler's address in FASTPS_SCHEDULER_HOST and "
-            why += "FASTPS_SCHEDULER_PORT, or raise FASTPS_START_TIMEOUT_S if they start late"
-            self._end(why, 1, now)
+            self._end(
+                f"nobody joined within {self._config.start_timeout_s:g} s; set "
+                "FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT of servers and workers to this "
+                "scheduler's address, or raise FASTPS_START_TIMEOUT_S if they start late", 1, now,
+            )  # fmt: skip
 
     def _end(self, reason: str, code: int, now: float) -> None:
-        """Tell everybody that the job is over and wait for them to leave."""
+        """Announce the end of the job to all members and wait for them to leave."""
         self.phase = Phase.OVER
         self._watch.end()
         self._end_reason, self._end_code = reason, code

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A board that PMIx carries: what mpirun, and srun --mpi=pmix, move between a job's processes.
+"""A board in PMIx, the key-value store of mpirun and srun --mpi=pmix.
 
-Calls libpmix by ctypes; its daemons carry what one process puts, for the others of its name space
-alone. See the PMIx standard, version 4, chapters 5 and 6.
+Calls libpmix by ctypes; PMIx daemons carry a value only to processes of the same name space. See
+the PMIx standard, version 4, chapters 5 and 6.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Value(ctypes.Structure):
 
 
 class PmixBoard:
-    """Leave a text with PMIx; ConfigError where its library is not there or refuses."""
+    """Post and read a text by PMIx. Raises ConfigError if the library is missing or fails."""
 
     def __init__(self) -> None:
         try:
@@ -43,26 +43,26 @@ class PmixBoard:
             raise ConfigError(f"PMIx cannot be used: {error}") from error
         self._me = _Proc()
         self._check("PMIx_Init", self._pmix.PMIx_Init(ctypes.byref(self._me), None, 0))
-        atexit.register(self._pmix.PMIx_Finalize, None, 0)  # else mpirun calls us aborted
+        atexit.register(self._pmix.PMIx_Finalize, None, 0)  # else mpirun reports an abort
 
     def post(self, text: str) -> None:
-        """Leave the text."""
+        """Post the text."""
         value = _Value(type=_STRING, text=text.encode())
         self._check("PMIx_Put", self._pmix.PMIx_Put(_GLOBAL, _KEY, ctypes.byref(value)))
         self._check("PMIx_Commit", self._pmix.PMIx_Commit())
 
     def read(self, *, timeout_s: float) -> str:
-        """Wait for the text of rank 0: on a thread, for PMIx is told no time."""
+        """Wait for the text of rank 0, on a thread, since PMIx_Get has no timeout here."""
         found: list[str] = []
         thread = threading.Thread(target=self._get, args=[found], name="fastps:pmix", daemon=True)
         thread.start()
         thread.join(timeout_s)
         if not found:
-            raise TransportTimeout(f"PMIx gave nothing of rank 0 within {timeout_s:.3g} s")
+            raise TransportTimeout(f"PMIx had no value of rank 0 within {timeout_s:.3g} s")
         return found[0]
 
     def clear(self) -> None:
-        """Leave it there: it goes with the job."""
+        """Do nothing: PMIx drops the text with the job."""
 
     def _get(self, found: list[str]) -> None:
         root = _Proc(nspace=self._me.nspace, rank=0)
@@ -73,4 +73,4 @@ class PmixBoard:
 
     def _check(self, what: str, status: int) -> None:
         if status != _SUCCESS:
-            raise ConfigError(f"PMIx cannot be used: {what} answered {status}")
+            raise ConfigError(f"PMIx cannot be used: {what} returned {status}")

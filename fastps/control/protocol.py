@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What members of a job and its scheduler say to each other, and how it is framed.
+"""The messages between the members of a job and its scheduler, and their frames.
 
 Decides the shape and the bounds of every control message. Knows no socket, thread or clock.
 A frame is a 4-byte little-endian length and one MessagePack array whose first item names the
-message. A frame is only ever decoded from a peer that has authenticated; a message that does
-not fit its types and bounds is a ProtocolError, never a half-built value. All values are frozen.
+message. A frame is only decoded from a peer that has authenticated; a message that does not fit
+its types and bounds is a ProtocolError, never a half-built value. All values are frozen.
 
-A member's requests carry a number; the scheduler answers each one exactly once, with the
-message made for it, with `Done` or with `Failed`. Everything else the scheduler says is an
-`Event`.
+A member's requests carry a number; the scheduler answers each one exactly once, with the answer
+for it, with `Done` or with `Failed`. Every other message of the scheduler is an `Event`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Sender: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the han
 Version: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]  # a field of the frame header
 Code: TypeAlias = Annotated[int, Meta(ge=1, le=255)]
 Shape: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)]
-# The bounds of the settings: the scheduler does what other members ask for.
+# The bounds of the settings, since the scheduler does what other members request.
 _Part = Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
 PartBytes: TypeAlias = Annotated[int, _Part]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
@@ -72,7 +71,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of values inside messages; they are in no cycle."""
+    """Base of values inside messages, which are in no reference cycle."""
 
 
 # ---- values ----
@@ -97,14 +96,14 @@ class Member(_Record, frozen=True):
 
 
 class Job(_Record, frozen=True):
-    """What a member knows of its job once everybody joined; me is its own number.
+    """What a member knows of its job once all members have joined; me: its own number.
 
-    size: who runs the user's program: the workers, and so many validators.
-    members: every process but the scheduler, by number: the workers by rank, then the validators,
-    then the servers that are processes of their own. owners: numbers of those who can own keys:
-    these servers, then, in a job with joint servers, the lowest rank of every machine, or, where
-    there are validators, each of them. is_local: all workers share one machine, so that nobody
-    need own anything.
+    size: number of processes that run the user's program: workers and validators. members: every
+    process except the scheduler, by number: the workers by rank, then the validators, then the
+    servers that are processes of their own. owners: numbers of the members that can own keys:
+    these servers, then, in a job with joint servers, the lowest rank of every machine, or all
+    validators if there are some. is_local: all workers share one machine, so that no member needs
+    to own keys.
     """
 
     job_id: Text
@@ -120,22 +119,22 @@ class Job(_Record, frozen=True):
 
     @property
     def n_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self.size - self.validators
 
     @property
     def workers(self) -> tuple[Member, ...]:
-        """The workers by rank, then the validators: all that run the user's program."""
+        """The members that run the user's program: the workers by rank, then the validators."""
         return self.members[: self.size]
 
     @property
     def servers(self) -> tuple[Member, ...]:
-        """The owners, by the number that errors give them."""
+        """The owners, by their number in errors."""
         return tuple(self.members[owner] for owner in self.owners)
 
     @property
     def machines(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the workers of each machine, in the order of both; and of validators."""
+        """Numbers of the workers and validators of each machine, in the order of machines."""
         found: dict[int, list[int]] = {}
         for number, worker in enumerate(self.workers):
             found.setdefault(worker.machine, []).append(number)
@@ -143,7 +142,7 @@ class Job(_Record, frozen=True):
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """How much each owner owns, relative to the others."""
+        """The share of each owner, relative to the others."""
         if self.validators:
             return (1,) * len(self.owners)
         n_apart = len(self.members) - self.size
@@ -151,7 +150,7 @@ class Job(_Record, frozen=True):
         return server_weights(len(self.machines), n_apart, is_colocated=is_joint)
 
     def owner_name(self, number: int) -> str:
-        """Name an owner for an error, with the worker whose process it is in; or a member."""
+        """Return the name of a member for errors; of an owner with the worker it is in."""
         host = self.members[number]
         name = f"{host.role} {host.rank}"
         if number not in self.owners:
@@ -163,14 +162,14 @@ class Layout(
     msgspec.Struct, frozen=True, cache_hash=True, gc=False, omit_defaults=True,
     forbid_unknown_fields=True,
 ):  # fmt: skip
-    """What all workers must declare alike of a tensor; dtype is a code of fastps.types.DType.
+    """The properties of a tensor that all workers must declare alike.
 
-    Tensors that are alike share one: of hundreds of thousands there are few. Travels by the names
-    of its fields, for most are as usual, and those are shared, too. partition_bytes: the
-    most that one may have; the scheduler cuts. policy to gathering: of fastps.contract.contract.
-    beside: of KEPT, the tensor whose codecs keep this; it is cut as that is. updates: of what
-    validators change, how workers' updates travel to them; parts: name, dtype and shape of all
-    that users have in this tensor and in those declared with it. Both are no server's business.
+    Equal layouts are sent once: hundreds of thousands of tensors have few of them. Sent by field
+    names without defaults. dtype: code of fastps.types.DType. partition_bytes: the most that a
+    partition may have; the scheduler cuts. policy to gathering: see fastps.contract.contract.
+    beside: of codec state, the tensor that the codecs belong to; both are cut alike. updates: of
+    tensors that validators change, how workers' updates are coded; parts: name, dtype and shape
+    of all user tensors in this one and in those declared with it. Servers do not use these two.
     """
 
     dtype: Code
@@ -191,14 +190,14 @@ class Layout(
 
 
 class TensorSpec(_Record, frozen=True):
-    """What a worker declares."""
+    """A worker's declaration of one tensor."""
 
     name: Name
     layout: Layout
 
 
 class DeclaredTensor(_Record, frozen=True):
-    """What the scheduler answers: id, bytes and owner of each partition, and the last version."""
+    """The scheduler's answer: id, bytes and owner of each partition, and the last version."""
 
     tensor_id: Id
     pieces: Pieces
@@ -208,7 +207,8 @@ class DeclaredTensor(_Record, frozen=True):
 class KeySpec(_Record, frozen=True):
     """What a server needs to hold its partitions of one tensor.
 
-    beside: of KEPT, number of the other tensor. version: the last of who had this id before.
+    beside: of codec state, id of the other tensor. version: the last one of earlier tensors with
+    this id.
     """
 
     tensor_id: Id
@@ -220,7 +220,7 @@ class KeySpec(_Record, frozen=True):
 
 
 def _number_layouts(layouts: Iterable[Layout]) -> tuple[tuple[Layout, ...], list[int]]:
-    """Return the layouts that differ, and the place among them of each one given."""
+    """Return the distinct layouts, and the number among them of each given one."""
     places: dict[Layout, int] = {}
     numbers = [places.setdefault(one, len(places)) for one in layouts]
     return tuple(places), numbers
@@ -228,12 +228,12 @@ def _number_layouts(layouts: Iterable[Layout]) -> tuple[tuple[Layout, ...], list
 
 # ---- member to scheduler ----
 class Join(_Message, frozen=True):
-    """Ask for a place in the job; None or 0 means "not configured here".
+    """Ask to join the job; None or 0 means "not configured here".
 
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
-    that can share memory; what follows a # tells apart those of one machine that cannot. serves:
-    whether it would own keys. gid: see Member. links_per_peer: 0 if it does not say. goes_on:
-    whether it does without workers that are lost. size: of the workers alone.
+    that can share memory; a suffix after # distinguishes workers of one machine that cannot.
+    serves: whether it may own keys. gid: see Member. links_per_peer: 0 if not given. goes_on:
+    whether it continues without lost workers. size: number of workers alone.
     """
 
     request: Id
@@ -258,9 +258,9 @@ class Join(_Message, frozen=True):
 
 
 class Absent(_Message, frozen=True):
-    """Say, in place of a Join, that a process of this machine has ended, and why; no answer.
+    """Report, instead of a Join, that a process of this machine has ended; without answer.
 
-    From launchers. Counts as long as the job has not started and no such member is there.
+    From launchers. Counts as long as the job has not started and there is no such member.
     """
 
     role: Role
@@ -271,9 +271,9 @@ class Absent(_Message, frozen=True):
 
 
 class Attend(_Message, frozen=True):
-    """Ask, in place of a Join, to hear which member is lost first: by PeerLost, if any is.
+    """Ask, instead of a Join, which member is lost first; answered by PeerLost once one is.
 
-    From a launcher; role and rank are those of a process of its own.
+    From a launcher; role and rank are those of one of its processes.
     """
 
     role: Role
@@ -298,7 +298,7 @@ class AwaitStart(_Message, frozen=True):
 
 
 class AskClock(_Message, frozen=True):
-    """Ask for the scheduler's time, at once; answered by ClockTold."""
+    """Ask for the scheduler's time; answered at once by ClockTold."""
 
     request: Id
 
@@ -306,7 +306,7 @@ class AskClock(_Message, frozen=True):
 class Declare(_Message, frozen=True):
     """Declare a batch of tensors; answered by Declared when every server is ready for them.
 
-    tensors: name and number of the layout of each.
+    tensors: name and layout number of each.
     """
 
     request: Id
@@ -316,14 +316,14 @@ class Declare(_Message, frozen=True):
 
     @classmethod
     def of(cls, request: int, specs: Sequence[TensorSpec], timeout_s: float) -> Declare:
-        """Declare these tensors."""
+        """Return the message that declares these tensors."""
         layouts, numbers = _number_layouts(spec.layout for spec in specs)
         names = [spec.name for spec in specs]
         return cls(request, layouts, tuple(zip(names, numbers, strict=True)), timeout_s)
 
 
 class Barrier(_Message, frozen=True):
-    """Wait for every worker to enter the barrier of this name."""
+    """Wait until every worker has entered the barrier of this name."""
 
     request: Id
     name: Name
@@ -341,10 +341,10 @@ class Blob(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """Forget tensors that this worker uses no more; all workers must ask for the same ones.
+    """Forget tensors that this worker no longer uses; all workers must name the same ones.
 
     tensors: with the version of its last operation on each. timeout_s: for the others to ask, and
-    then again for the servers; answered by Done when all of them have dropped the keys.
+    again for the servers. Answered by Done when all servers have dropped the keys.
     """
 
     request: Id
@@ -353,16 +353,16 @@ class Forget(_Message, frozen=True):
 
 
 class Dropped(_Message, frozen=True):
-    """A worker has carried out a Forget that was answered by Done: its ids may be used again."""
+    """Report that a worker has carried out an answered Forget: its ids may be used again."""
 
     request: Id
 
 
 class Dispute(_Message, frozen=True):
-    """Say what was started on a tensor whose workers started different operations.
+    """Report what was started on a tensor whose workers started different operations.
 
-    version: which operation on this tensor it was. Answered by Failed with what all started, the
-    same for everybody, when all have said it or the first one has waited for timeout_s.
+    version: number of the operation on this tensor. Answered by Failed with the reports of all
+    workers, the same text for each, when all have reported or the first has waited for timeout_s.
     """
 
     request: Id
@@ -373,22 +373,22 @@ class Dispute(_Message, frozen=True):
 
 
 class KeysReady(_Message, frozen=True):
-    """A server can take pushes for the keys of one DeclareKeys, or has dropped others."""
+    """Report that a server can take pushes for a DeclareKeys, or has carried out a ForgetKeys."""
 
     request_id: Id
 
 
 class KeysFailed(_Message, frozen=True):
-    """A server cannot hold the keys of one DeclareKeys, or cannot drop others."""
+    """Report that a server cannot carry out a DeclareKeys or ForgetKeys."""
 
     request_id: Id
     message: Text
 
 
 class ReportLost(_Message, frozen=True):
-    """A data connection to a member broke; the scheduler decides who is to blame.
+    """Report that a data connection to a member broke; the scheduler decides which is to blame.
 
-    is_owner: the connection was to what the member owns.
+    is_owner: the connection was for keys that the member owns.
     """
 
     member: Rank
@@ -397,9 +397,9 @@ class ReportLost(_Message, frozen=True):
 
 
 class Tell(_Message, frozen=True):
-    """Let some workers know something: each gets a Told.
+    """Send data to some workers; each gets a Told.
 
-    has_joined: it is that this worker has run out of data, and meets nobody until all have.
+    has_joined: this worker has run out of data, and enters no meeting until all have.
     """
 
     members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
@@ -408,10 +408,10 @@ class Tell(_Message, frozen=True):
 
 
 class Waiting(_Message, frozen=True):
-    """Say what this worker has waited for, and for how long; answered by StallTold.
+    """Report what this worker waits for, and for how long; answered by StallTold.
 
-    place: what counts operations, empty where nothing does; number: so many must all members have
-    begun. request: 0 for the scheduler's log alone, without an answer.
+    place: name of the counter of operations, empty if there is none; number: of operations that
+    all members must have begun. request: 0 for the scheduler's log alone, without an answer.
     """
 
     request: Id
@@ -423,9 +423,9 @@ class Waiting(_Message, frozen=True):
 
 
 class Whereabouts(_Message, frozen=True):
-    """Answer a Locate: how many operations of its place this worker has begun, and where it is.
+    """Answer a Locate: how many operations of the place this worker has begun, and where it is.
 
-    waits: for what, or did in vain; stack: innermost first, of the main thread.
+    waits: what it waits for, or failed to get; stack: of the main thread, innermost first.
     """
 
     inquiry: Id
@@ -437,8 +437,8 @@ class Whereabouts(_Message, frozen=True):
 class Leave(_Message, frozen=True):
     """Leave in order; answered by Done.
 
-    A worker whose process also serves is answered when all workers have asked, so that it goes on
-    serving till then, but after timeout_s at the latest.
+    A worker whose process also serves is answered when all workers have asked, since it serves
+    until then, but after timeout_s at the latest.
     """
 
     request: Id
@@ -446,7 +446,7 @@ class Leave(_Message, frozen=True):
 
 
 class Malformed(_Record, frozen=True):
-    """What the scheduler makes of a request that does not fit; answered by Failed."""
+    """A request that does not fit its types or bounds, as decoded; answered by Failed."""
 
     request: Id
     message: Text
@@ -472,7 +472,7 @@ ToScheduler: TypeAlias = (
 
 
 class Joined(_Message, frozen=True):
-    """A place is taken; `member` is the sender number of the pulse connection."""
+    """The member has joined; `member`: its sender number for the pulse connection."""
 
     request: Id
     member: Sender
@@ -490,7 +490,7 @@ class Started(_Message, frozen=True):
 
 
 class ClockTold(_Message, frozen=True):
-    """What CLOCK_MONOTONIC of the scheduler's machine showed, in seconds."""
+    """CLOCK_MONOTONIC of the scheduler's machine, in seconds."""
 
     request: Id
     seconds: Seconds
@@ -517,7 +517,7 @@ class Done(_Message, frozen=True):
 
 
 class StallTold(_Message, frozen=True):
-    """Who holds up an operation."""
+    """Which workers delay an operation, in words."""
 
     request: Id
     text: str
@@ -535,9 +535,9 @@ class Failed(_Message, frozen=True):
 
 
 class PeerLost(_Message, frozen=True):
-    """The first cause: this member died, was cut off or went silent.
+    """The first cause: this member died, was cut off or was silent.
 
-    goes_on: the job does without it, and this is no end for any other.
+    goes_on: the job continues without this member.
     """
 
     role: Role
@@ -548,7 +548,7 @@ class PeerLost(_Message, frozen=True):
     goes_on: bool = False
 
     def __str__(self) -> str:
-        """Return who is lost and why."""
+        """Return which member is lost, and why."""
         pid = f", pid {self.pid}" if self.pid else ""
         where = f" ({self.host}{pid})" if self.host else ""
         name = self.role if self.role == "scheduler" else f"{self.role} {self.rank}"
@@ -556,19 +556,19 @@ class PeerLost(_Message, frozen=True):
 
 
 class PeerLeft(_Message, frozen=True):
-    """A worker left in order: it starts nothing any more, but what it owns may stay for others."""
+    """A worker left in order; its keys may still be served to others."""
 
     member: Rank
 
 
 class OwnerLeft(_Message, frozen=True):
-    """A worker that had left waits no longer for others: what it owns goes with it."""
+    """A worker that has left stops serving: its keys are gone."""
 
     member: Rank
 
 
 class TensorPoisoned(_Message, frozen=True):
-    """Another worker declared this tensor differently; nobody may use it any more."""
+    """A tensor must not be used any more, mostly because workers declared it differently."""
 
     tensor_id: Id
     name: Name
@@ -576,23 +576,26 @@ class TensorPoisoned(_Message, frozen=True):
 
 
 class Told(_Message, frozen=True):
-    """What a worker has told others; all of them hear all of it in one order."""
+    """Data from another worker (Tell); all receivers get all of them in the same order."""
 
     member: Rank
     data: bytes
 
 
 class Locate(_Message, frozen=True):
-    """Say how far you are with a place, by Whereabouts; inquiry 0: say what you wait for."""
+    """Ask how many operations of a place a worker has begun; inquiry 0: what it waits for.
+
+    Answered by Whereabouts.
+    """
 
     inquiry: Id
     place: Text
 
 
 class DeclareKeys(_Message, frozen=True):
-    """Servers only: make ready for these keys, then say KeysReady or KeysFailed.
+    """Servers only: prepare these keys, then send KeysReady or KeysFailed.
 
-    tensors: the fields of KeySpec, with the number of its layout.
+    tensors: the fields of KeySpec, with the layout's number.
     """
 
     request_id: Id
@@ -601,7 +604,7 @@ class DeclareKeys(_Message, frozen=True):
 
     @classmethod
     def of(cls, request_id: int, keys: Sequence[KeySpec]) -> DeclareKeys:
-        """Ask to make ready for these keys."""
+        """Return the message that asks to prepare these keys."""
         layouts, numbers = _number_layouts(key.layout for key in keys)
         return cls(
             request_id,
@@ -614,13 +617,13 @@ class DeclareKeys(_Message, frozen=True):
 
     @property
     def keys(self) -> Iterator[KeySpec]:
-        """What is asked for."""
+        """The keys to prepare."""
         for tensor_id, name, number, pieces, version, beside in self.tensors:
             yield KeySpec(tensor_id, name, self.layouts[number], pieces, version, beside)
 
 
 class ForgetKeys(_Message, frozen=True):
-    """Servers only: drop these tensors, then say KeysReady or KeysFailed; ids are used again."""
+    """Servers only: drop these tensors, then send KeysReady or KeysFailed; ids are used again."""
 
     request_id: Id
     tensor_ids: tuple[Id, ...]
@@ -672,7 +675,7 @@ FAILURES: dict[str, type[FastPSError]] = {
 
 
 class _Numbered(msgspec.Struct, frozen=True, array_like=True):
-    """The head of a request, all that is read of one that does not fit."""
+    """The head of a request; only this is read of a malformed one."""
 
     name: str
     request: Id
@@ -688,7 +691,7 @@ _to_spec = msgspec.msgpack.Decoder(TensorSpec)
 
 
 def pack(message: ToScheduler | ToMember) -> bytearray:
-    """Make the frame of a message; ProtocolError if it is larger than a frame may be."""
+    """Return the frame of a message; ProtocolError if it is too large."""
     frame = bytearray(LENGTH.size)
     _encoder.encode_into(message, frame, LENGTH.size)
     nbytes = len(frame) - LENGTH.size
@@ -702,38 +705,40 @@ def pack(message: ToScheduler | ToMember) -> bytearray:
 
 
 def pack_spec(spec: TensorSpec) -> bytes:
-    """Encode what a worker declares, for another worker."""
+    """Encode a worker's declaration for another worker."""
     return _encoder.encode(spec)
 
 
 def unpack_spec(data: bytes) -> TensorSpec:
-    """Decode what another worker declares."""
+    """Decode another worker's declaration."""
     return _to_spec.decode(data)
 
 
 def body_nbytes(prefix: bytes) -> int:
-    """Read the length of the frame's body; ProtocolError if no frame may be that long."""
+    """Return the length of the frame's body; ProtocolError if it is out of bounds."""
     nbytes: int = LENGTH.unpack(prefix)[0]
     if not 0 < nbytes <= MAX_FRAME_BYTES:
-        raise ProtocolError(f"a control frame of {nbytes} bytes (1 to {MAX_FRAME_BYTES} allowed)")
+        raise ProtocolError(
+            f"a control frame has {nbytes} bytes, 1 to {MAX_FRAME_BYTES} are allowed"
+        )
     return nbytes
 
 
 def pack_to_scheduler(message: ToScheduler) -> bytearray:
-    """Make the frame of what a member says; ConfigError if the scheduler would not take it.
+    """Return the frame of a member's message; ConfigError if the scheduler would refuse it.
 
-    So that a number out of all bounds is an error where it was given.
+    So a number out of bounds is an error in the process that gave it.
     """
     try:
         frame = pack(message)
         _to_scheduler.decode(memoryview(frame)[LENGTH.size :])
     except (*_MALFORMED, TypeError, OverflowError) as error:
-        raise ConfigError(f"a {type(message).__name__} cannot travel: {error}") from error
+        raise ConfigError(f"a {type(message).__name__} cannot be sent: {error}") from error
     return frame
 
 
 def unpack_to_scheduler(body: bytes) -> ToScheduler | Malformed:
-    """Decode what a member says; ProtocolError if it is not even a request that has a number."""
+    """Decode a member's message; ProtocolError if it is malformed and has no request number."""
     try:
         return _to_scheduler.decode(body)
     except _MALFORMED as error:
@@ -745,7 +750,7 @@ def unpack_to_scheduler(body: bytes) -> ToScheduler | Malformed:
 
 
 def _number_of(body: bytes) -> int | None:
-    """Read a request's number without building the rest of it; None if it is no request."""
+    """Return a request's number without decoding the rest; None if it is not a request."""
     try:
         head = _to_numbered.decode(body)
     except _MALFORMED:
@@ -754,7 +759,7 @@ def _number_of(body: bytes) -> int | None:
 
 
 def unpack_to_member(body: bytes) -> ToMember:
-    """Decode what the scheduler says; ProtocolError if it may not say that."""
+    """Decode a message of the scheduler; ProtocolError if it is malformed."""
     try:
         return _to_member.decode(body)
     except _MALFORMED as error:
@@ -762,20 +767,22 @@ def unpack_to_member(body: bytes) -> ToMember:
 
 
 def text_of(text: str) -> str:
-    """Make a text fit to be sent: cut to the limit, no lone surrogates."""
+    """Return a text that can be sent: cut to the limit, without lone surrogates."""
     return text[:MAX_TEXT_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
 def check_name(name: str, *, dimensions: int = 0) -> None:
-    """Raise ConfigError for a name or a number of dimensions that cannot travel."""
+    """Raise ConfigError for a name, or a number of dimensions, that cannot be sent."""
     if len(name) > MAX_NAME_CHARS:
-        text = f"{len(name)} characters, {MAX_NAME_CHARS} are allowed"
+        text = f"{len(name)} characters, at most {MAX_NAME_CHARS} are allowed"
         raise ConfigError(f"the name {name[:40]!r}... has {text}")
     encoded_name(name)
     if dimensions > MAX_DIMENSIONS:
-        raise ConfigError(f"tensor {name!r} has {dimensions} dimensions, {MAX_DIMENSIONS} at most")
+        raise ConfigError(
+            f"tensor {name!r} has {dimensions} dimensions, at most {MAX_DIMENSIONS} are allowed"
+        )
 
 
 def failure_of(answer: Failed) -> FastPSError:
-    """Make the exception of a refusal, ready to be raised."""
+    """Return the exception of a refusal."""
     return FAILURES.get(answer.kind, FastPSError)(answer.message)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How workers that another launcher started come together: rank 0 hosts the scheduler.
+"""The rendezvous of workers that another launcher started: rank 0 hosts the scheduler.
 
-Its address and a fresh token are one text on a `Board` that only this job's processes can read;
-where a job has a token already it stays where it is. Knows no launcher: see foreign_launch.py.
-Every wait ends at the start timeout. Threads: rank 0 has the scheduler's, and that of its board.
+Rank 0 posts the scheduler's address and a new token as one text on a `Board` that only processes
+of this job can read. A token that the job has already is not posted. Knows no launcher: see
+foreign_launch.py. Every wait ends at the start timeout. Threads: rank 0 has those of the scheduler
+and of its board.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ _LOOPBACK = "127.0.0.1"
 
 
 class Board(Protocol):
-    """Where rank 0 leaves one text for the processes of its job, and for nobody else."""
+    """A place for one text of rank 0 that only the processes of its job can read."""
 
     def post(self, text: str) -> None:
-        """Leave the text; it stays until clear()."""
+        """Post the text; it stays until clear()."""
 
     def read(self, *, timeout_s: float) -> str:
-        """Wait for the text; TransportTimeout or ConfigError say what to do where none comes."""
+        """Wait for the text. Raises TransportTimeout or ConfigError, with advice."""
 
     def clear(self) -> None:
-        """Take the text away: all who were to read it have."""
+        """Remove the text, which all processes have read."""
 
 
 def host(
     config: Config, board: Board, *, at: str, is_one_machine: bool
 ) -> tuple[dict[str, object], Callable[[], None]]:
-    """Host the job's scheduler and tell the others; give how to join, and what ends it.
+    """Host the job's scheduler and post its address; return how to join, and what ends it.
 
-    config: of the worker of rank 0. at: an address of this machine, or one to which the way leads
-    over the network of the job. Others are told too why that cannot be.
+    config: of rank 0. at: an address of this machine, or one that is routed over the network of
+    the job. An error is posted too, so that the other ranks raise it.
     """
     token = config.token or secrets.token_hex(_TOKEN_BYTES)
-    told = {} if config.token or config.token_file else {"token": token}
+    posted = {} if config.token or config.token_file else {"token": token}
     try:
         settings = _scheduler_config(
-            dataclasses.replace(config, token=config.token or told.get("token", "")),
+            dataclasses.replace(config, token=config.token or posted.get("token", "")),
             at, is_one_machine=is_one_machine,
         )  # fmt: skip
         hosted = HostedScheduler(settings)
@@ -59,7 +60,7 @@ def host(
         raise
     hosted.start()
     where, port = hosted.address
-    job: dict[str, object] = {"scheduler_host": where, "scheduler_port": port, **told}
+    job: dict[str, object] = {"scheduler_host": where, "scheduler_port": port, **posted}
     board.post(json.dumps(job))
 
     def close() -> None:
@@ -71,7 +72,7 @@ def host(
 
 
 def find(board: Board, *, timeout_s: float) -> dict[str, object]:
-    """Wait until rank 0 has told how to join, and give that; ConfigError if it could not host."""
+    """Wait until rank 0 has posted how to join, and return that; ConfigError if it failed."""
     job: Mapping[str, object] = json.loads(board.read(timeout_s=timeout_s))
     if "error" in job:
         raise ConfigError(f"rank 0 could not host the job's scheduler: {job['error']}")
@@ -80,7 +81,7 @@ def find(board: Board, *, timeout_s: float) -> dict[str, object]:
 
 
 def _scheduler_config(config: Config, at: str, *, is_one_machine: bool) -> Config:
-    """Choose where to listen: on the loopback if no other machine can be meant."""
+    """Return the scheduler's settings; it listens on loopback if the job has one machine."""
     settings = dataclasses.replace(
         config, role="scheduler", rank=None, scheduler_host=at, scheduler_port=0,
         linger_s=DAY_S,  # init() may be called again as long as rank 0 lives
@@ -91,7 +92,7 @@ def _scheduler_config(config: Config, at: str, *, is_one_machine: bool) -> Confi
     is_meant = at == "localhost" or sockets.is_loopback(at)
     if sockets.is_loopback(address) and not is_meant:
         raise ConfigError(
-            f"{at} leads to the loopback on its own machine, where other machines cannot come; "
-            "set FASTPS_HOST or FASTPS_INTERFACE for rank 0"
+            f"{at} resolves to the loopback on its own machine, which other machines cannot "
+            "reach; set FASTPS_HOST or FASTPS_INTERFACE for rank 0"
         )
     return dataclasses.replace(settings, host=address)

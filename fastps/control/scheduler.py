@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler process: one asyncio thread between the sockets and the Membership.
+"""The scheduler: one asyncio thread between the sockets and the Membership.
 
-Decides nothing about the job: it turns bytes into messages, hands them with the time to the
-Membership and carries out its actions. Who does not show the token stays at its gate.
+Decides nothing about the job: it turns bytes into messages, passes them with the time to the
+Membership and carries out its actions. Connections without a valid token end in the handshake.
 
 A control connection belongs to one member; its number is the peer number. A pulse connection
-names that number as its sender; whatever arrives on it renews the lease.
+names that number as its sender; each byte on it renews the lease.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import re
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -51,17 +52,17 @@ from fastps.transport.handshake_gate import HandshakeGate
 
 log = logging.getLogger(__name__)
 
-MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to one member that does not read; then it is lost
+MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to a member that does not read; then it is lost
 READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
 PULSE_READ_BYTES = 4096
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LOOK_S = 0.02  # how often a launcher's processes are looked for that are about to be out
+LOOK_S = 0.02  # between looks whether a launcher's processes are out of the job
 OVERSLEPT_S = 1.0  # a tick this late means that this process was stopped, not the others
 
 
 @dataclass(frozen=True)
 class SchedulerStatistics:
-    """What the scheduler has seen; refused counts strangers, and declarations, by kind."""
+    """The state of the scheduler; refused counts connections and declarations, by kind."""
 
     phase: str
     generation: int
@@ -85,28 +86,28 @@ class Scheduler:
         listeners: Sequence[socket.socket] = (),
         machines: Mapping[Place, str] | None = None,
     ) -> None:
-        """Prepare; `listeners` are bound sockets to take over, on_ready gets host and port.
+        """listeners: bound sockets to take over; on_ready: called with host and port.
 
-        machines: where members will be, as far as a launcher knows.
+        machines: of the members, as far as a launcher knows. Raises ConfigError for a wrong token.
         """
-        self._machines = machines
         self._config = config
+        self._membership = Membership(config, now=time.monotonic(), machines=machines)
         self._on_ready = on_ready
         self._listeners = list(listeners)
         self._token = _job_token(config)
-        self._tokens: dict[int, Token] = {}  # by which members have proven who they are, by peer
+        self._tokens: dict[int, Token] = {}  # that members have proven to have, by peer
         self._next_peer = 1
         self._has_launcher_ended = False  # any process, or is about to
         self._controls: dict[int, asyncio.StreamWriter] = {}
         self._pulses: dict[int, asyncio.StreamWriter] = {}
-        self._launchers: set[asyncio.StreamWriter] = set()  # that hear of the first cause
+        self._launchers: set[asyncio.StreamWriter] = set()  # that are sent the first cause
         self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
 
     def numbers(self) -> dict[str, float]:
-        """Return what of statistics() is a number, once run() has started.
+        """Return the numbers in statistics(), once run() has started.
 
         refused_wrong_token and the like count each kind, refused all of them.
         """
@@ -131,29 +132,28 @@ class Scheduler:
     @property
     def has_been_tried(self) -> bool:
         """Return whether a worker has ever asked to join."""
-        return hasattr(self, "_membership") and self._membership.has_been_tried
+        return self._membership.has_been_tried
 
     @property
     def has_begun(self) -> bool:
         """Return whether all workers were ever in the job together."""
-        return hasattr(self, "_membership") and self._membership.has_begun
+        return self._membership.has_begun
 
     @property
     def first_cause(self) -> PeerLost | None:
         """Return which member was lost first, if any; from any thread, also after the end."""
-        membership: Membership | None = getattr(self, "_membership", None)
-        return None if membership is None else membership.first_cause
+        return self._membership.first_cause
 
     @property
     def inquiries(self) -> int:
-        """Count the operations of which workers are asked just now."""
+        """Return the number of inquiries under way."""
         return self._membership.inquiries
 
     async def run(self) -> int:
-        """Listen and serve until the job is over; give the exit status of the process."""
+        """Listen and serve until the job is over; return the exit status of the process."""
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
-        self._membership = Membership(self._config, now=self._loop.time(), machines=self._machines)
+
         listeners = self._listeners or self._listen()
         self._gate = HandshakeGate(
             [*listeners, *sockets.stand_in_for(listeners)],
@@ -180,26 +180,28 @@ class Scheduler:
         return finish.code
 
     def stop(self, reason: str) -> None:
-        """End the job in order; a second call ends it at once. From any thread, after run()."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(self._stop, reason)
+        """End the job in order; a second call ends it at once. From any thread."""
+        self._call(self._stop, reason)
 
     def expect_ends(self, places: Sequence[Place], why: str) -> None:
-        """Take a launcher's word that it ends these processes. From any thread, after run()."""
+        """Note that a launcher is about to end these processes. From any thread."""
         self._has_launcher_ended = True
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._membership.expect_ends, places, why)
+        self._call(self._membership.expect_ends, places, why)
 
-    def ask_locations(self) -> None:
-        """Log who waits for whom, as soon as workers have said it. From the loop's thread."""
-        self._do(self._membership.ask_locations(self._loop.time()))
+    def request_locations(self) -> None:
+        """Log which workers wait for which, once they have answered. From the loop's thread."""
+        self._do(self._membership.request_locations(self._loop.time()))
 
-    def tell_absent(self, message: Absent) -> None:
-        """Take a launcher's word that a process has ended. From any thread, after run()."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._tell_absent, message)
+    def report_absent(self, message: Absent) -> None:
+        """Note that a process has ended, as its launcher reports. From any thread."""
+        self._call(self._report_absent, message)
 
-    def _tell_absent(self, message: Absent) -> None:
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a method on the loop's thread, unless the loop has ended or not begun."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _report_absent(self, message: Absent) -> None:
         self._do(self._membership.receive(0, message, self._loop.time()))
 
     # ---- listening ----
@@ -215,8 +217,8 @@ class Scheduler:
             host == "localhost" or sockets.is_loopback(host)
         ):
             log.warning(
-                "%s leads to %s on this machine, which no other machine can reach; set "
-                "FASTPS_HOST to an address that others can",
+                "%s resolves to %s on this machine, which other machines cannot reach; set "
+                "FASTPS_HOST to an address that they can reach",
                 host,
                 ", ".join(bound),
             )
@@ -225,13 +227,13 @@ class Scheduler:
     async def _welcome(
         self, sock: socket.socket, handshake: ServerHandshake, accept: bytes
     ) -> None:
-        """Let a member in, whose Join must come within the time of its handshake, and serve it."""
+        """Accept and serve a member, whose Join must come within the time of its handshake."""
         if not sockets.is_unix(sock):
             sockets.tune(sock, self._config.tcp_user_timeout_s)
         reader, writer = await asyncio.open_connection(sock=sock.dup(), limit=READ_LIMIT_BYTES)
         try:
             writer.write(accept)
-            handshake.refusal = b""  # from now on messages say what there is to say
+            handshake.refusal = b""  # from now on errors are messages
             is_pulse = handshake.purpose is Purpose.PULSE
             join = None if is_pulse else await self._read_join(reader)
             token = whose(self._token, 0 if is_pulse else handshake.lane, handshake.sender)
@@ -247,7 +249,7 @@ class Scheduler:
         task.add_done_callback(lambda _: writer.close())
 
     def _claim(self, purpose: Purpose, sender: int, lane: int) -> Claim:
-        """Return what a newcomer has to prove: a pulse is of who has a control connection."""
+        """Return what a new connection must prove; a pulse belongs to a control connection."""
         is_pulse = purpose is Purpose.PULSE
         token = (self._tokens.get(sender, self._token) if is_pulse
                  else whose(self._token, lane, sender))  # fmt: skip
@@ -256,7 +258,7 @@ class Scheduler:
     def _is_its_own(
         self, join: Join | Absent | Attend, token: Token, writer: asyncio.StreamWriter
     ) -> bool:
-        """Return whether somebody joins as who it has proven to be; refuse it where not."""
+        """Return whether a member joins with the role and rank of its token; else refuse it."""
         if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
             return True
         said = f"{join.role} {join.rank}"
@@ -271,7 +273,9 @@ class Scheduler:
     async def _read_join(self, reader: asyncio.StreamReader) -> Join | Absent | Attend:
         message = await _read_message(reader)
         if not isinstance(message, Join | Absent | Attend):
-            raise ProtocolError(f"a member must join first, not say {type(message).__name__}")
+            raise ProtocolError(
+                f"the first message of a member must be Join, got {type(message).__name__}"
+            )
         return message
 
     # ---- members ----
@@ -288,13 +292,13 @@ class Scheduler:
             if join is None:
                 await self._serve_pulse(sender, reader, writer)
             elif isinstance(join, Absent):
-                self._tell_absent(join)
+                self._report_absent(join)
             elif isinstance(join, Attend):
                 await self._serve_launcher(reader, writer)
             else:
                 await self._serve_control(token, join, reader, writer)
         except Exception:
-            log.exception("a connection failed in an unforeseen way")
+            log.exception("a connection failed with an unexpected error")
 
     async def _serve_control(
         self,
@@ -322,14 +326,14 @@ class Scheduler:
     async def _serve_launcher(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Tell a launcher of another machine of the first cause, and when processes are out."""
+        """Send a launcher of another machine the first cause, and when its processes are out."""
         self._launchers.add(writer)
         try:
             if self.first_cause is not None:
                 writer.write(pack(self.first_cause))
             async for message in _messages(reader):
                 if not isinstance(message, AwaitEnds):
-                    raise ProtocolError(f"a launcher may not say {type(message).__name__}")
+                    raise ProtocolError(f"a launcher may not send {type(message).__name__}")
                 while not self._are_out(message.places):
                     await asyncio.sleep(LOOK_S)
                 if self.first_cause is None:
@@ -392,7 +396,7 @@ class Scheduler:
             transport.abort()
 
     def _sealed(self, action: Send) -> ToMember:
-        """Return the message, with the keys of a member that begins and cannot make them."""
+        """Return the message, with sealed keys for a member that cannot make them itself."""
         message, own = action.message, self._tokens[action.peer]
         if not (isinstance(message, Started) and own.is_own):
             return message
@@ -404,7 +408,7 @@ class Scheduler:
         return replace(message, keys=keys)
 
     def _close(self, peer: int) -> None:
-        """Close what a peer has open; a peer that does not read is cut off later."""
+        """Close a peer's connections; a peer that does not read is cut off later."""
         for writers in (self._controls, self._pulses):
             writer = writers.get(peer)
             if writer is not None and not writer.is_closing():
@@ -424,7 +428,7 @@ class Scheduler:
         """Judge silences only after the pulses that have arrived already were read."""
         late_s = self._loop.time() - due
         if late_s > OVERSLEPT_S:
-            log.warning("the scheduler itself stood still for %.1f s", late_s)
+            log.warning("the scheduler itself was stopped for %.1f s", late_s)
             self._do(self._membership.slept(self._loop.time()))
         self._loop.call_soon(self._tick_membership)  # runs behind the readers woken now
 
@@ -438,7 +442,7 @@ class Scheduler:
         self._do(self._membership.stop(reason, self._loop.time()))
 
     async def _close_connections(self) -> None:
-        """Let what was sent go out, then cut."""
+        """Flush the connections, then close them."""
         if self._timer is not None:
             self._timer.cancel()
         for writer in [*self._controls.values(), *self._pulses.values(), *self._launchers]:
@@ -456,8 +460,8 @@ def _job_token(config: Config) -> Token:
     token = parse(config.token_bytes())
     if token.is_own:
         raise ConfigError(
-            f"this token is that of {token.who} alone; the scheduler proves all members, "
-            "so its FASTPS_TOKEN_FILE has to hold the job's"
+            f"this is the token of {token.who}, but the scheduler verifies all members; set its "
+            "FASTPS_TOKEN_FILE to a file with the job's token"
         )
     return token
 
@@ -488,9 +492,9 @@ def serve(
         contextlib.nullcontext
     ),
 ) -> int:
-    """Run a scheduler in this process until its job is over; give the exit status.
+    """Run a scheduler in this process until its job is over; return the exit status.
 
-    Arguments are those of Scheduler; beside: what is to be there as long as it is. SIGTERM and
+    Arguments are those of Scheduler; beside: makes a context for the time of the job. SIGTERM and
     SIGINT end the job in order, a second one at once. Errors of the set-up are raised. Main
     thread only.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job's scheduler inside one of its workers, for jobs that no launcher started.
+"""A job's scheduler inside one of its workers, for jobs without fastps-run.
 
-Knows nothing of how the others learn its address. Its thread runs an event loop of its own and
-never waits for the worker; the worker waits for it with deadlines.
+Does not know how the others learn its address. Its thread runs an event loop of its own and never
+waits for the worker; the worker waits for it with deadlines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastps.config import Config
 from fastps.control.scheduler import Scheduler
 from fastps.transport import sockets
 
-_LOOK_S = 0.02  # how often the state of the job is looked at while others are leaving
+_LOOK_S = 0.02  # between looks at the state of the job while members are leaving
 _END_S = 10.0  # for the thread to end
 
 
@@ -23,7 +23,7 @@ class HostedScheduler:
     """Serve the control connections of a job from a thread, from start() until close()."""
 
     def __init__(self, config: Config) -> None:
-        """Listen where config says; ConfigError when that cannot be."""
+        """Listen on the address in config. Raises ConfigError."""
         host = config.host or config.scheduler_host
         listeners = sockets.listen(
             host, config.scheduler_port, port_setting="FASTPS_SCHEDULER_PORT"
@@ -42,12 +42,12 @@ class HostedScheduler:
 
     @property
     def members(self) -> int:
-        """Count who has joined and not left."""
+        """Return the number of members."""
         return self._scheduler.statistics().members
 
     def close(self, timeout_s: float) -> None:
         """Wait up to timeout_s seconds until all members have left, then end the thread."""
-        with contextlib.suppress(RuntimeError):  # the job is over, and the loop with it
+        with contextlib.suppress(RuntimeError):  # the job is over, and the loop has ended
             self._loop.call_soon_threadsafe(self._end, timeout_s)
         self._thread.join(timeout_s + _END_S)
 
@@ -59,7 +59,7 @@ class HostedScheduler:
         await self._scheduler.run()
 
     def _end(self, timeout_s: float) -> None:
-        """Stop when nobody is left, or in time; look again until then."""
+        """Stop when no member is left, or after timeout_s; until then look again."""
         if timeout_s > 0 and self._scheduler.statistics().members:
             self._loop.call_later(_LOOK_S, self._end, timeout_s - _LOOK_S)
         else:

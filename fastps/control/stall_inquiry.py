@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for whom: what the scheduler finds out about an operation that does not end.
+"""Find out which workers delay an operation that does not end.
 
-A worker says what it waits for; each other one that has to begin it is asked how often it has, and
-where its program is; the text that follows is logged once, and again after twice the time, and
-goes to who asked for it. Pure: time is an argument, messages are returned as (peer, message)
-pairs. Invariant: an inquiry ends when all have answered, or ANSWER_S after it began.
+A worker reports what it waits for. The scheduler asks each other worker that has to begin the
+operation how often it has begun it, and where its program is. The resulting text is logged once,
+and again after twice the time, and is sent to the workers that asked. Pure: time is an argument,
+messages are returned as (peer, message) pairs. Invariant: an inquiry ends when all workers have
+answered, or ANSWER_S after it began.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ Elsewhere: TypeAlias = Callable[[list[int]], str]
 log = logging.getLogger(__name__)
 
 ANSWER_S = 1.0  # for control threads to answer, which only wait for their interpreter
-LEAST_S = 1.0  # who has waited for less is no news when a job is interrupted
-AGAIN = 1.9  # a wait so many times as long is news; the clocks of workers differ a little
-MAX_PLACES = 1024  # remembered as said; then all are forgotten
+LEAST_S = 1.0  # shorter waits are not logged when a job is interrupted
+AGAIN = 1.9  # a wait so many times as long is logged again; clocks of workers differ a little
+MAX_PLACES = 1024  # remembered as logged; then all are forgotten
 
 
 @dataclass
 class _Inquiry:
-    """One operation that does not end: who waits, who was asked, what they said."""
+    """One operation that does not end: which workers wait, which were asked, their answers."""
 
     asked: Waiting
     due: float
-    is_news: bool
+    is_logged: bool
     in_it: set[int]
-    missing: set[int]  # from whom there is no answer
+    missing: set[int]  # without an answer
     late: dict[int, Whereabouts] = field(default_factory=dict)
     waiters: list[tuple[int, int]] = field(default_factory=list)  # peer and request
 
@@ -46,12 +47,12 @@ class Stalls:
     """All inquiries of one generation."""
 
     def __init__(self, peers: Mapping[int, tuple[int, str]], elsewhere: Elsewhere) -> None:
-        """Know the workers: peer and full name by rank. elsewhere: names meetings they are in."""
+        """peers: peer and full name by rank. elsewhere: names the meetings of given workers."""
         self._peers = dict(peers)
         self._elsewhere = elsewhere
         self._numbers = itertools.count(1)
         self._inquiries: dict[int, _Inquiry] = {}
-        self._said: dict[str, tuple[int, float]] = {}  # number and seconds, by place
+        self._logged: dict[str, tuple[int, float]] = {}  # number and seconds, by place
 
     @property
     def count(self) -> int:
@@ -59,7 +60,7 @@ class Stalls:
         return len(self._inquiries)
 
     def ask(self, rank: int, peer: int, asked: Waiting, now: float) -> Answers:
-        """Take the word of a worker that waits; request 0 wants no answer."""
+        """Handle a waiting worker's report; request 0 wants no answer."""
         waiter = [(peer, asked.request)] if asked.request else []
         for inquiry in self._inquiries.values():
             if asked.place and (inquiry.asked.place, inquiry.asked.number) == (
@@ -68,16 +69,16 @@ class Stalls:
                 inquiry.waiters += waiter
                 inquiry.in_it.add(rank)
                 return []
-        is_news = not asked.request and self._is_news(asked)
-        if not waiter and not is_news:
+        is_logged = not asked.request and self._is_new(asked)
+        if not waiter and not is_logged:
             return []
-        return self._open(asked, {rank}, waiter, now, is_news=is_news)
+        return self._open(asked, {rank}, waiter, now, is_logged=is_logged)
 
     def look(self, what: str, present: Iterable[int], seconds: float, now: float) -> Answers:
-        """Find out why a meeting waits for workers that are not in it."""
+        """Find out why workers are missing in a meeting."""
         members = tuple(self._peers)
         asked = Waiting(0, "", 1, what, members, seconds)
-        return self._open(asked, set(present), [], now, is_news=True)
+        return self._open(asked, set(present), [], now, is_logged=True)
 
     def _open(
         self,
@@ -86,28 +87,28 @@ class Stalls:
         waiters: list[tuple[int, int]],
         now: float,
         *,
-        is_news: bool,
+        is_logged: bool,
     ) -> Answers:
         others = [rank for rank in asked.members if rank in self._peers and rank not in in_it]
         number = next(self._numbers)
         self._inquiries[number] = _Inquiry(
-            asked, now + ANSWER_S, is_news, in_it, set(others), waiters=waiters
+            asked, now + ANSWER_S, is_logged, in_it, set(others), waiters=waiters
         )
         if not others:
             return self._end(number)
         return [(self._peers[rank][0], Locate(number, asked.place)) for rank in others]
 
-    def _is_news(self, asked: Waiting) -> bool:
-        number, seconds = self._said.get(asked.place, (-1, 0.0))
+    def _is_new(self, asked: Waiting) -> bool:
+        number, seconds = self._logged.get(asked.place, (-1, 0.0))
         if number == asked.number and asked.seconds < AGAIN * seconds:
             return False
-        if len(self._said) >= MAX_PLACES:
-            self._said.clear()
-        self._said[asked.place] = asked.number, asked.seconds
+        if len(self._logged) >= MAX_PLACES:
+            self._logged.clear()
+        self._logged[asked.place] = asked.number, asked.seconds
         return True
 
-    def told(self, rank: int | None, answer: Whereabouts) -> Answers:
-        """Take an answer; give what it completes."""
+    def answer(self, rank: int | None, answer: Whereabouts) -> Answers:
+        """Handle a worker's answer; return the messages of an inquiry that it completes."""
         inquiry = self._inquiries.get(answer.inquiry)
         if inquiry is None or rank is None or rank not in inquiry.missing:
             return []
@@ -119,7 +120,7 @@ class Stalls:
         return [] if inquiry.missing else self._end(answer.inquiry)
 
     def remove(self, rank: int) -> None:
-        """Ask a worker that has left no more."""
+        """Stop asking a worker that has left."""
         self._peers.pop(rank, None)
 
     def expire(self, now: float) -> Answers:
@@ -134,13 +135,13 @@ class Stalls:
     def _end(self, number: int) -> Answers:
         inquiry = self._inquiries.pop(number)
         text = self._text(inquiry)
-        if inquiry.is_news:
+        if inquiry.is_logged:
             asked = inquiry.asked
             log.warning("%s waits for %.0f s: %s", asked.what, asked.seconds, text)
         return [(peer, StallTold(request, text)) for peer, request in inquiry.waiters]
 
     def _text(self, inquiry: _Inquiry) -> str:
-        """Return who waits, who does not take part yet, and where those are."""
+        """Return which workers are not in the operation, where they are, and which are in it."""
         lines = []
         silent = [self._name(rank) for rank in sorted(inquiry.missing - inquiry.in_it)]
         for words, ranks in _alike(inquiry).items():
@@ -165,7 +166,7 @@ class Stalls:
 
 
 def _alike(inquiry: _Inquiry) -> dict[str, list[int]]:
-    """Put together the workers of which the same is to be said, in the order of ranks."""
+    """Group the late workers with the same description, in the order of ranks."""
     found: dict[str, list[int]] = {}
     for rank, answer in sorted(inquiry.late.items()):
         if rank not in inquiry.in_it:
@@ -174,7 +175,7 @@ def _alike(inquiry: _Inquiry) -> dict[str, list[int]]:
 
 
 def _words(asked: Waiting, answer: Whereabouts) -> str:
-    """Return how far a worker is that others wait for, and what it is at."""
+    """Describe how far a late worker is, what it waits for and where its program is."""
     if not asked.place:
         how = "is not in it"
     elif answer.count:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of a job that has not started: how long it has waited, and who will never come.
+"""A job that has not started: how long it has waited, and which members will never come.
 
-Pure: the Membership asks, and says it. A launcher sees a process end that never joined, which no
-connection tells; where that process has a rank, nobody else will come in its place. Of a process
-that joined and died the launcher can say more than the end of its connection, which counts a
-moment later.
+Pure; the Membership queries it and writes the log. A launcher reports a process that ended before
+it joined, which no connection shows; if that process has a rank, no other can replace it. For a
+process that joined and died, the launcher's report tells more than the end of its connection, so
+the latter counts WORD_S later.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from fastps.control.protocol import Absent
 Place: TypeAlias = tuple[str, int]  # role and rank
 
 NEVER = float("inf")
-WORD_S = 1.0  # for a launcher to say how a process ended whose connection has ended
+WORD_S = 1.0  # for a launcher to report how a process ended whose connection has ended
 
 
 class StartWatch:
-    """When to say for whom a job waits: after some seconds, then after twice as many."""
+    """When to log which members a job waits for: after some seconds, then after twice as many."""
 
     def __init__(self, first_s: float) -> None:
-        """Wait for nobody yet; first_s: 0 never says anything."""
+        """Start idle; first_s: 0 never logs."""
         self._first_s = first_s
         self._began = 0.0
         self.due = NEVER
 
     def begin(self, now: float) -> None:
-        """Wait from now on, unless it waits already."""
+        """Start to count the time, unless it is counted already."""
         if self._first_s and self.due == NEVER:
             self._began, self.due = now, now + self._first_s
 
     def end(self) -> None:
-        """Wait no longer."""
+        """Stop to count the time."""
         self.due = NEVER
 
-    def say(self, now: float) -> float:
-        """Return the seconds waited so far; the next time is after twice as many."""
+    def next(self, now: float) -> float:
+        """Return the seconds waited so far; the next log line is due after twice as many."""
         waited_s = now - self._began
         self.due = self._began + 2 * max(waited_s, self._first_s)
         return waited_s
 
 
 class MissingMembers:
-    """Who has ended, as launchers say, and where those are that have not come yet."""
+    """Members that ended before the start, and the machines of those that have not joined."""
 
     def __init__(self, machines: Mapping[Place, str]) -> None:
-        """Start with nobody; machines: names of them, where launchers know."""
+        """Start without reports; machines: of members, as far as launchers know."""
         self._machines = machines
         self._ended: dict[Place, Absent] = {}
         self._closed: dict[Place, tuple[float, Absent]] = {}  # and when that counts
 
     def add(self, message: Absent) -> None:
-        """Note an end, the first one of a place."""
+        """Record a launcher's report, the first one of a place."""
         self._ended.setdefault((message.role, message.rank), message)
 
     def note_closed(self, message: Absent, now: float) -> None:
-        """Note that the connection of a member ended for which others wait."""
+        """Record that the connection ended of a member for which others wait."""
         self._closed.setdefault((message.role, message.rank), (now + WORD_S, message))
 
     def first(self, present: set[Place], now: float, *, is_first_start: bool) -> Absent | None:
-        """Return the first one that has ended and is not, or no longer, a member.
+        """Return the first process that has ended and is not a member, if any.
 
-        is_first_start: later a process may have ended without being missed.
+        is_first_start: at later starts the job may no longer need an ended process.
         """
         closed = {place: end for place, (due, end) in self._closed.items() if due <= now}
         for place in closed:
@@ -76,11 +76,11 @@ class MissingMembers:
         return next((ended[place] for place in ended if place not in present), None)
 
     def next_deadline(self) -> float:
-        """Return the time when first() has something new to look at."""
+        """Return the time when the result of first() may change."""
         return min((due for due, _ in self._closed.values()), default=NEVER)
 
     def describe(self, role: str, total: int, present: Sequence[Peer]) -> Iterator[str]:
-        """Count who is there; name the missing ranks if the ranks are known already."""
+        """Yield the number of members that joined, and the missing ranks if ranks are known."""
         yield f"{len(present)} of {total} {role}s joined"
         known = {item.rank for item in present}
         if len(present) < total and present and None not in known:
@@ -90,6 +90,6 @@ class MissingMembers:
             yield f"here: {join_names([item.full_name for item in present])}"
 
     def name(self, role: str, rank: int) -> str:
-        """Name who is missing, with the machine where that is known."""
+        """Return the name of a missing member, with its machine if known."""
         machine = self._machines.get((role, rank))
         return f"{role} {rank} ({machine})" if machine else f"{role} {rank}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the nodes of a SLURM allocation that this command was started in, once, for all of them.
+"""Find the nodes of a SLURM allocation in which fastps-run was started once, for all nodes.
 
-Only where the user has not said which machines, and where SLURM has not started one of us on
-each: within salloc and sbatch, not within a step of srun.
+Applies only where the user named no machines and SLURM has not started a fastps-run on each node:
+within salloc and sbatch, not within a step of srun.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fastps.launch.options import Options
 
 _FIRST_OWN_STEP = 0xFFFFFFF0  # SLURM's own steps, of salloc's shell and sbatch's script, are above
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
-_ASK_S = 30.0
+_SCONTROL_S = 30.0  # for scontrol to answer
 
 
 def spread(options: Options, environment: Mapping[str, str]) -> Options:
-    """Put the job on all nodes of the allocation, if it is for several; ConfigError.
+    """Put the job on all nodes of an allocation of several nodes. Raises ConfigError.
 
-    Each gets what -np says, else as many workers as the allocation has tasks there.
+    Each node gets -np workers, else as many as the allocation has tasks there.
     """
     if options.is_placed or not _is_of_several(environment):
         return options
@@ -47,16 +47,16 @@ def _is_of_several(environment: Mapping[str, str]) -> bool:
 
 
 def names_of(nodes: str) -> list[str]:
-    """Ask SLURM what n[0-3] stands for."""
+    """Return the host names that SLURM means by n[0-3]."""
     try:
         done = subprocess.run(
             ["scontrol", "show", "hostnames", nodes],
-            capture_output=True, text=True, timeout=_ASK_S, check=True,
+            capture_output=True, text=True, timeout=_SCONTROL_S, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"this is an allocation of SLURM, {nodes}, and scontrol does not tell its nodes "
-            f"({error}); name them by -H, or say --machines 1 for a job on this one alone"
+            f"cannot list the nodes of the SLURM allocation {nodes}: scontrol failed ({error}); "
+            "name the hosts with -H, or use --machines 1 to run on this machine alone"
         ) from error
     return done.stdout.split()
 

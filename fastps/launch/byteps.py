@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command bpslaunch: what one line of BytePS's tutorial starts, by DMLC_ variables.
+"""The command bpslaunch: start one role of a BytePS job, as DMLC_ variables describe it.
 
-DMLC_ROLE=scheduler or server becomes fastps-server; a worker's machine starts its command once
-for each local rank, and ends the others when one has failed. One machine alone needs nobody else,
-as there. A validator, DMLC_WORKER_TYPE of ZenoPS, is one process. Threads: none; runs in the main
-thread.
+DMLC_ROLE=scheduler or server becomes fastps-server. On a machine of workers, bpslaunch starts its
+command once for each local rank, and ends the others when one fails. A job on one machine needs no
+scheduler or server, as with BytePS. A validator (DMLC_WORKER_TYPE of ZenoPS) is one process.
+Threads: none; runs in the main thread.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from fastps.launch.torch_names import place_variables
 _USAGE = """\
 usage: bpslaunch COMMAND ...
 
-Start what DMLC_ROLE says: the scheduler, a server, or the worker processes of this machine; with
-DMLC_WORKER_TYPE=validator a validator, which needs DMLC_NUM_VALIDATOR, as all do then, and
-DMLC_VALIDATOR_ID.
-Needs DMLC_NUM_WORKER (machines), and unless there is one of them: DMLC_ROLE, DMLC_WORKER_ID,
-DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, and FASTPS_TOKEN_FILE or FASTPS_TOKEN.
+Start the role that DMLC_ROLE names: the scheduler, a server, or the worker processes of this
+machine. DMLC_WORKER_TYPE=validator starts a validator, which needs DMLC_VALIDATOR_ID; every role
+then needs DMLC_NUM_VALIDATOR.
+Required: DMLC_NUM_WORKER (number of machines). With several machines also DMLC_ROLE,
+DMLC_WORKER_ID, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, and FASTPS_TOKEN_FILE or
+FASTPS_TOKEN.
 BYTEPS_LOCAL_SIZE (else the length of NVIDIA_VISIBLE_DEVICES, else 1) is the number of worker
-processes of each machine; where it is not 1 all roles need it. Tools of PyTorch, as Hugging Face's
-Trainer, also need MASTER_ADDR and MASTER_PORT, of the machine whose DMLC_WORKER_ID is 0; RANK and
-the like are set here. `fastps-run` is simpler.
+processes of each machine; if it is not 1, all roles need it. Tools of PyTorch, such as Hugging
+Face's Trainer, also need MASTER_ADDR and MASTER_PORT of the machine with DMLC_WORKER_ID 0;
+bpslaunch sets RANK and the like. `fastps-run` is simpler.
 """
 _GRACE_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give the exit status: that of the first process that failed."""
+    """Run the command; return the exit status of the first process that failed, else 0."""
     command = list(sys.argv[1:] if arguments is None else arguments)
     environment = process_environment()
     if command[:1] in (["-h"], ["--help"]):
@@ -64,7 +65,7 @@ def _launch(command: list[str], environment: dict[str, str]) -> int:
     if role not in ("worker", "validator"):
         return subprocess.call([*SERVER_COMMAND, "--role", role]) if is_spread else 0
     if not command:
-        raise ConfigError("give the command that trains: bpslaunch python train.py")
+        raise ConfigError("no command given; try: bpslaunch python train.py")
     if role == "validator":
         for name in ("DMLC_NUM_VALIDATOR", "DMLC_VALIDATOR_ID"):
             _count(environment, name)
@@ -100,7 +101,7 @@ def _is_spread(environment: Mapping[str, str]) -> bool:
 
 
 def local_size(environment: Mapping[str, str]) -> int:
-    """Count the worker processes of this machine, as BytePS's launcher does, or as it is told."""
+    """Return the number of worker processes of this machine, as BytePS's launcher counts them."""
     if environment.get("BYTEPS_LOCAL_SIZE", "").strip():
         return _count(environment, "BYTEPS_LOCAL_SIZE")
     devices = environment.get("NVIDIA_VISIBLE_DEVICES", "").strip()
@@ -110,7 +111,7 @@ def local_size(environment: Mapping[str, str]) -> int:
 def _count(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "").strip()
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} must be a number; see bpslaunch --help")
+        raise ConfigError(f"{name}={text!r} must be a whole number; see bpslaunch --help")
     return int(text)
 
 
@@ -136,25 +137,25 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
 
 
 def _first_failure(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until one child has failed, and give its status, or all have ended: 0."""
-    doors = {os.pidfd_open(child.pid): child for child in children}
+    """Wait until a child fails and return its status, or 0 when all have succeeded."""
+    pidfds = {os.pidfd_open(child.pid): child for child in children}
     poller = select.poll()
-    for door in doors:
-        poller.register(door, select.POLLIN)
+    for pidfd in pidfds:
+        poller.register(pidfd, select.POLLIN)
     try:
         for _ in children:
-            door = poller.poll()[0][0]
-            poller.unregister(door)
-            if status := doors[door].wait():
+            pidfd = poller.poll()[0][0]
+            poller.unregister(pidfd)
+            if status := pidfds[pidfd].wait():
                 return status
         return 0
     finally:
-        for door in doors:
-            os.close(door)
+        for pidfd in pidfds:
+            os.close(pidfd)
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End those that still run, at first with a word."""
+    """End the children that still run: with SIGTERM, and after a grace period with SIGKILL."""
     for child in children:
         if child.poll() is None:
             child.terminate()

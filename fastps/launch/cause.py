@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a job ends before its workers have: which part failed first, and how that is told.
+"""Why a job ends before its workers have finished: which part failed first, and the report of it.
 
-Decides the first cause from how parts ended, from what they wrote last and from what the scheduler
-knows. Knows nothing of signals, pipes or time. A process that lost a peer ends before the one that
-it lost where that one takes long to end, is stopped, or runs on another machine; so the word of
-the scheduler, or else the accusation in the last words of a part, counts more than the order of
-the ends. Pure.
+Decides the first cause from how parts ended, from the last lines they wrote and from what the
+scheduler knows. Knows nothing of signals, pipes or time. A process that lost a peer may end before
+that peer: the peer may end slowly, be stopped, or run on another machine. So the scheduler's
+report, or else the accusation in a part's last lines, counts more than the order of the ends.
+Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRAMS = ("worker", "validator", "machine")  # parts that run the user's comma
 Part: TypeAlias = Child | SchedulerThread | Machine
 
 _LOG_HEAD = re.compile(r"[-\d]+ [\d:,]+ \w+ [A-Z]+ [\w.]+: ")  # time, role, level and place
-# Lines that say nothing of why a process ended: our banner, and what JAX, TensorFlow and gdb add.
+# Lines that do not explain why a process ended: our banner, and what JAX, TensorFlow and gdb add.
 _NOISE = re.compile(
     r"\[fastps\] |-+$|For simplicity, JAX has removed|\[\[\{\{node |[IW]\d{4} "
     r"|WARNING: All log messages before absl|Argument to arithmetic operation not a number"
@@ -37,16 +37,16 @@ _MEMBER = re.compile(
     rf"(?P<how>(?:is lost\b|{LEFT}).*)"
 )
 _OTHERS = re.compile(rf"(?P<ended>{ENDED_BY}.*)|\b(?:PeerLostError|StallError):? (?P<error>.*)")
-_OF_SERVICES = re.compile(r"is lost\b|cannot start\b")  # in what scheduler and servers log
+_OF_SERVICES = re.compile(r"is lost\b|cannot start\b")  # in the logs of scheduler and servers
 _CURES = re.compile(r"(?:; let all workers call|\. Restart the job|\. Let all workers call).*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Accusation:
-    """What is said of a failure that another process is to blame for.
+    """A part's report that another process is to blame for its failure.
 
-    role and rank: of that one, empty and -1 where no member is named. how: what happened to it.
-    text: all of it, in one line.
+    role and rank: of that process, empty and -1 if no member is named. how: what happened to it.
+    text: the whole report, in one line.
     """
 
     text: str
@@ -62,11 +62,11 @@ class Accusation:
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why the job ends before its workers have: a text for the user and the exit code.
+    """Why the job ends before its workers have finished: a text for the user and the exit code.
 
-    part: the part that failed first; how: what happened to it; words: its last ones, as a
-    sentence. accusation: what that part says of a process that is no part of this launcher.
-    has_time: nobody told the job to end, so that a reader of its output may take their time.
+    part: the part that failed first; how: what happened to it; words: its last output, as a
+    sentence. accusation: its report about a process that this launcher did not start.
+    has_time: the job was not told to end, so that the reader of its output may take its time.
     """
 
     text: str
@@ -79,7 +79,7 @@ class Cause:
 
 
 def accusation_of(part: Part) -> Accusation | None:
-    """Return what a part that gave up says of another one, in its last words; else None."""
+    """Return what a failed part reports about another one in its last lines, if anything."""
     if isinstance(part, Machine):
         return Accusation(part.accusation) if part.accusation else None
     if (part.exit_code or 0) <= 0:
@@ -107,20 +107,20 @@ def _read(line: str, is_program: bool) -> Accusation | None:
 
 
 def first_of(failed: Sequence[Part]) -> Part:
-    """Return the likeliest first cause among parts that failed, in the order of being seen.
+    """Return the likeliest first cause among failed parts, listed in the order of their ends.
 
-    A process that a signal killed comes before one that gave up, and one that itself blames
-    another comes last.
+    A process that a signal killed comes before one that exited with an error; a process that
+    itself blames another one comes last.
     """
     return min(failed, key=lambda part: (accusation_of(part) is not None, _has_given_up(part)))
 
 
 def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
-    """Return the first cause where a part failed; accusation: of a process elsewhere, if any."""
+    """Return the first cause where a part failed; accusation: its report about another process."""
     code, how = failed.exit_code or 0, failed.describe_end()
     code = code if code > 0 else 128 - code
     if accusation is None:
-        return Cause(f"{failed.describe()} {how}", code, failed, how, last_words(failed))
+        return Cause(f"{failed.describe()} {how}", code, failed, how, last_output(failed))
     text = f"{accusation.text}; {failed.describe()} gave up because of that and {how}"
     if failed.describe().startswith(SchedulerThread.description):
         text = accusation.text
@@ -128,40 +128,40 @@ def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
 
 
 def cause_in(accused: Part, accusation: Accusation) -> Cause:
-    """Return the first cause where a part of ours is accused that runs on, or ended well.
+    """Return the first cause where an accused part of this launcher still runs, or succeeded.
 
-    Its exit code is 1, whatever those have that gave up because of it, in whichever order.
+    Its exit code is 1, whatever the exit codes of the parts that failed because of it.
     """
     how = accusation.how if accused.is_alive else f"{accused.describe_end()} and {accusation.how}"
     return Cause(f"{accused.describe()} {how}", 1, accused, how)
 
 
 def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> None:
-    """Print the first cause, last and plainly."""
+    """Print the first cause, as the last line of the job."""
     part = cause.part
     if isinstance(part, Machine) and not part.has_culprit:
         part = None
     if isinstance(part, Child) and output_dir is not None:
-        screen.say(f"the whole output: {output_dir}/{part.name.replace(' ', '-')}.stderr")
+        screen.report(f"full output: {output_dir}/{part.name.replace(' ', '-')}.stderr")
     if part is None:
         ending = f"exit code {cause.exit_code}"
     elif cause.accusation:
         ending = "so the job was ended"
     else:
         ending = f"it failed first, so the job was ended{cause.words}"
-    screen.say(f"{cause.text}; {ending}", is_alarm=True)
+    screen.report(f"{cause.text}; {ending}", is_alarm=True)
 
 
-def last_words(part: Part) -> str:
-    """Return, as a sentence, the last line that a part which gave up wrote on stderr."""
+def last_output(part: Part) -> str:
+    """Return, as a sentence, the last line that a part which failed by itself wrote on stderr."""
     if isinstance(part, Machine):
-        return part.last_words
+        return part.last_output
     if not _has_given_up(part):
         return ""
     lines = [line.decode(errors="replace").strip() for line in part.stderr.tail]
     theirs = [line for line in lines if line and not _NOISE.match(line)]
     last = _LOG_HEAD.sub("", theirs[-1]) if theirs else ""
-    return f". Its last words: {last}" if last else ""
+    return f". Its last output: {last}" if last else ""
 
 
 def _has_given_up(part: Part) -> bool:

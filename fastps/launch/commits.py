@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a job that may be started again keeps what it commits (the faces' `elastic`)."""
+"""The directory in which a job that may be restarted keeps its elastic commits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAME = "FASTPS_COMMIT_DIR"
 
 @contextlib.contextmanager
 def kept_commits(options: Options, environment: Mapping[str, str]) -> Iterator[Options]:
-    """Yield the options with a directory for commits, if there is none; gone in the end.
+    """Yield the options with a temporary directory for commits, unless the user names one.
 
-    Where none can be made it is without one: whoever commits then says so.
+    If none can be made the options stay as they are, and the first commit reports it.
     """
     with contextlib.ExitStack() as stack:
         is_given = NAME in {**environment, **dict(options.environment)}

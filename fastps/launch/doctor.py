@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `fastps`: `fastps doctor` tells what this machine offers to a job, and tries it.
+"""The command `fastps`: `fastps doctor` shows what this machine offers to a job, and tests it.
 
-Changes nothing, except for --link-pyverbs, which makes one symbolic link. What it tries are real
-jobs of two workers, one for each way between them. `fastps graph` stands in graph.py, `fastps
-timeline` in timeline.py, `fastps top` in progress_line.py. Threads: those of the jobs it tries.
+Changes nothing, except for --link-pyverbs, which makes one symbolic link. It tests with real jobs
+of two workers, one for each kind of connection between them. `fastps graph` is in graph.py,
+`fastps timeline` in timeline.py, `fastps top` in progress_line.py. Threads: those of the jobs.
 """
 
 from __future__ import annotations
@@ -30,42 +30,41 @@ CPU_TABLE = Path("/proc/cpuinfo")
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "asimd", "sve", "bf16")
 MIB = 1 << 20
 EXIT_BROKEN = 1
-BESIDE = ("numba", "torch", "msgspec")  # whose versions a report of a defect should tell
+BESIDE = ("numba", "torch", "msgspec")  # packages whose versions a bug report should contain
 TRIAL_COUNT, TRIAL_S = 1 << 16, 60.0  # elements summed; limit, for a kernel is compiled first
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="fastps", description="Look after fastps.")
+    parser = argparse.ArgumentParser(prog="fastps", description="Inspect fastps and its jobs.")
     parser.add_argument("--version", action=versions.ShowVersion)
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="tell what this machine offers to a job")
+    doctor = commands.add_parser(
+        "doctor", help="show what this machine offers to a job, and run two small test jobs"
+    )
     doctor.add_argument(
         "--link-pyverbs",
         action="store_true",
-        help="let this Python import the distribution's pyverbs, by one symbolic link",
+        help="make the distribution's pyverbs importable by this Python, with one symbolic link",
     )
     doctor.add_argument(
-        "--no-trial", dest="tries", action="store_false", help="look only, and start no job"
+        "--no-trial", dest="tries", action="store_false", help="do not run the test jobs"
     )
     doctor.set_defaults(run=examine)
-    shown = commands.add_parser("graph", help="tell and draw what a graph of workers is worth")
-    graph.add_options(shown)
-    shown.set_defaults(run=graph.run)
-    merged = commands.add_parser("timeline", help="merge what the processes of a job traced")
-    timeline.add_options(merged)
-    merged.set_defaults(run=timeline.run)
-    settings = commands.add_parser("config", help="show the settings, and what they are here")
-    of_config.add_options(settings)
-    settings.set_defaults(run=of_config.run)
-    shown = commands.add_parser("top", help="show what the processes of a running job do")
-    progress_line.add_options(shown)
-    shown.set_defaults(run=progress_line.run)
+    for name, module, text in (
+        ("graph", graph, "print and draw the properties of a graph of workers"),
+        ("timeline", timeline, "merge the traces of a job's processes into one timeline"),
+        ("config", of_config, "show all settings and their values here"),
+        ("top", progress_line, "show what the processes of a running job do"),
+    ):
+        command = commands.add_parser(name, help=text)
+        module.add_options(command)
+        command.set_defaults(run=module.run)
     return parser
 
 
 def examine(parsed: argparse.Namespace) -> int:
-    """Print what there is; give 1 if a job that was tried failed; raises FastPSError."""
+    """Print the findings and run the test jobs; return 1 if one failed. Raises FastPSError."""
     if parsed.link_pyverbs:
         sys.stdout.write(f"linked {rdma.link_pyverbs()}\n")
     settings = config.load()
@@ -85,7 +84,7 @@ def _tell(what: str, how: str) -> None:
 
 
 def trials(settings: config.Config) -> dict[str, dict[str, Any]]:
-    """List the jobs to try: by which way bytes go in them, and their settings."""
+    """Return the test jobs: the connection between their workers, and their settings."""
     by_sockets: dict[str, dict[str, Any]] = {
         "2 workers, by links": {"shared_memory": False, "num_servers": 0}
     }
@@ -95,17 +94,17 @@ def trials(settings: config.Config) -> dict[str, dict[str, Any]]:
 
 
 def attempt(given: dict[str, Any]) -> str:
-    """Run a job of two workers that sums a tensor; say why it failed, or nothing."""
+    """Run a job of two workers that sums a tensor; return why it failed, or an empty text."""
     given = {"banner": False, "start_timeout_s": TRIAL_S, **given}
     try:
         sums = team.run(add, np=2, timeout_s=TRIAL_S, **given)
     except (FastPSError, OSError) as error:
         return f"fails: {type(error).__name__}: {error}"
-    return "" if sums == [(3.0, 3.0)] * 2 else f"gives wrong sums: {sums}, not 3"
+    return "" if sums == [(3.0, 3.0)] * 2 else f"fails: wrong sums, {sums} instead of 3"
 
 
 def add() -> tuple[float, float]:
-    """Sum 1 of the first worker and 2 of the second; give the ends of the range of the sums."""
+    """Sum 1 of the first worker and 2 of the second; return the least and the largest sum."""
     session = current.current()
     ours = np.full(TRIAL_COUNT, session.rank + 1, np.float32)
     total = np.asarray(session.push_pull(ours, "fastps.doctor", average=False))
@@ -118,7 +117,7 @@ def _beside(name: str) -> str:
 
 
 def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
-    """Yield (what, how it is) of everything that decides how a job runs here."""
+    """Yield (name, finding) of everything that decides how a job runs on this machine."""
     yield "versions", versions.describe()
     yield "beside it", ", ".join(map(_beside, BESIDE))
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
@@ -130,18 +129,18 @@ def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
 
 
 def _ways(settings: config.Config) -> str:
-    """Return by which way bytes would go, on this machine and to others."""
+    """Return which transport carries bytes on this machine, and which to others."""
     is_shared = settings.shared_memory and not shm.can_share(settings.shared_memory_bytes)
     sockets_here = "Unix sockets" if settings.unix_sockets else "TCP"
     here = "shared memory" if is_shared else sockets_here
     if rdma.look_up(settings).is_usable:
         return f"{here} on this machine, RDMA to others"
-    there = "no way, for there is no RDMA," if settings.transport == "rdma" else "TCP"
+    there = "nothing (there is no RDMA device)" if settings.transport == "rdma" else "TCP"
     return f"{here} on this machine, {there} to others"
 
 
 def cpu_features(table: Path = CPU_TABLE) -> str:
-    """List the features of the CPU that the sums use, in words."""
+    """List the CPU features that the sums use."""
     try:
         lines = table.read_text("ascii", "replace").splitlines()
     except OSError:
@@ -164,7 +163,7 @@ def _unix_sockets() -> str:
 
 
 def _rdma(settings: config.Config) -> str:
-    """Return what there is, and whether it carries anything."""
+    """Return which RDMA device there is, and whether it works."""
     found = rdma.probe(settings)
     if not found.is_usable:
         return found.describe()
@@ -174,15 +173,15 @@ def _rdma(settings: config.Config) -> str:
 
 
 def _memory_limit() -> str:
-    """Return how much a device may pin."""
+    """Return how much memory an RDMA device may pin."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or rdma.may_lock():
         return "without limit"
-    return f"{limit // MIB} MiB (`ulimit -l`); RDMA needs as much as all tensors have"
+    return f"{limit // MIB} MiB (`ulimit -l`); RDMA needs the size of all tensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give the exit status: 0, 1 when a job fails, 2 when words are wrong."""
+    """Run the command; return the exit status: 1 if a test job fails, 2 for wrong arguments."""
     parsed = make_parser().parse_args(arguments)
     try:
         return int(parsed.run(parsed) or 0)

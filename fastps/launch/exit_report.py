@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of fastps-run begins and ends with: its screen, its pauses, its last line.
+"""How a run of fastps-run begins and ends: its screen, its restarts, its last line.
 
-The same for a launcher of one machine and for one that leads those of several.
+Shared by the launcher of one machine and the leader of several (leader.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fastps.launch.job import SignalInbox, interrupted
 from fastps.launch.options import Options
 from fastps.launch.output import Screen, outlets
 
-_HURRY_S = 1.0  # without a byte read, once the job was told to end
+_HURRY_S = 1.0  # for the reader to take the next byte, once the job was told to end
 FIRST_PAUSE_S = 1.0  # before a restart; then twice as long each time
 MAX_PAUSE_S = 60.0
 STDOUT, STDERR = 1, 2
 
 
 def make_screen(options: Options, environment: Mapping[str, str]) -> Screen:
-    """Make the screen of the standard outputs, in colour where that is wanted."""
+    """Return the screen of the standard outputs, in colour if the options ask for it."""
     wants = options.colour == "always" or (
         options.colour == "auto" and os.isatty(STDOUT) and not environment.get("NO_COLOR")
     )
@@ -32,7 +32,7 @@ def make_screen(options: Options, environment: Mapping[str, str]) -> Screen:
 
 
 def wants_live(options: Options, *, is_shown_here: bool = True) -> bool:
-    """Return whether a live line is to be made: on a terminal, unless --no-live."""
+    """Return whether to make a live line: on a terminal, unless --no-live is given."""
     return not options.has_no_live and (not is_shown_here or os.isatty(STDERR))
 
 
@@ -40,7 +40,7 @@ def run_again(
     run: Callable[[], Cause | None], cause: Cause | None, screen: Screen, inbox: SignalInbox,
     restarts: int,
 ) -> Cause | None:  # fmt: skip
-    """Run a job that has failed up to so many times more; give why the last run ended."""
+    """Run a failed job again, up to `restarts` times; return the cause of the last run's end."""
     for number in range(1, restarts + 1):
         if cause is None or cause.part is None or not cause.has_time:
             break
@@ -54,9 +54,9 @@ def run_again(
 def _pause(
     screen: Screen, inbox: SignalInbox, cause: Cause, number: int, restarts: int
 ) -> Cause | None:
-    """Wait before the whole job is started again, longer each time; give a cause not to."""
+    """Wait before the next restart, longer each time; return the cause if a signal ends it."""
     wait_s = min(FIRST_PAUSE_S * 2.0 ** (number - 1), MAX_PAUSE_S)
-    screen.say(f"{cause.text}; restart {number} of {restarts} in {wait_s:g} s", is_alarm=True)
+    screen.report(f"{cause.text}; restart {number} of {restarts} in {wait_s:g} s", is_alarm=True)
     until = time.monotonic() + wait_s
     with selectors.DefaultSelector() as selector:
         selector.register(inbox, selectors.EVENT_READ)
@@ -75,12 +75,12 @@ def show_end(
     *,
     has_report: bool = True,
 ) -> int:
-    """Report the first cause, let the output be read to its end, and give the exit code.
+    """Report the first cause, let the output be read to its end, and return the exit code.
 
-    Nothing else is left of the job, so the reader has all the time it wants, but after a signal or
-    the time limit; a signal ends the wait.
+    All processes have ended, so the wait for a slow reader has no limit, except after a signal or
+    the job's time limit; a signal ends the wait.
     """
-    for number in inbox.take():  # they came while everything was being cleared away
+    for number in inbox.take():  # signals that came while the last processes were ended
         cause = interrupted(cause, number)
     code = 0 if cause is None else cause.exit_code
     patience_s = None if cause is None or cause.has_time else _HURRY_S

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start one machine's share of a job, for a launcher elsewhere that leads it.
 
-`python -m fastps.launch.follower` is what fastps-run -H starts by ssh on each host. It is told
-everything on its standard input, the token too, so that nothing of it stands in a command line or
-an environment: a request, then where the scheduler is, then orders. The end of that input, as when
-the connection is lost, ends all that was started here. What it says itself it writes on standard
-output in lines that begin with a mark it was told; the rest is output of the job's processes.
+fastps-run -H starts `python -m fastps.launch.follower` by ssh on each host. The follower reads
+everything from its standard input, so that no secret appears in a command line or an environment:
+a request with the token, then the scheduler's address, then orders. When that input ends, as with
+a lost connection, the follower ends all that it has started. Its own messages are lines on
+standard output that begin with a mark from the request; other lines are output of the processes.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from fastps.launch.secrets import Handout
 from fastps.launch.torch_names import KeptPort
 from fastps.transport.interfaces import own_address
 
-REQUEST_S = 60.0  # for the leader to say what is to be done
+REQUEST_S = 60.0  # for the leader to send its request
 OF_A_STEP, OF_THE_JOB = ("SLURM_", "PMI"), ("SLURM_JOB_", "SLURM_LAUNCH")  # variables of srun
-GO_S = 3600.0  # for the other machines to be reached; the leader gives up much earlier
+START_S = 3600.0  # for the other machines to be reached; the leader gives up much earlier
 
 
 class Orders(SignalInbox):
-    """Hear signals and, on the same descriptor, the lines of the leader."""
+    """Receive signals and, on the same descriptor, the lines of the leader."""
 
     is_users = False
 
     def __init__(self) -> None:
-        """Take standard input over, so that no process of the job inherits it."""
+        """Take over standard input, so that no process of the job inherits it."""
         self._source = os.dup(0)
         nowhere = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nowhere, 0)
@@ -61,32 +61,34 @@ class Orders(SignalInbox):
         try:
             self._both.register(self._source, select.EPOLLIN)
         except PermissionError:
-            text = "this is what fastps-run -H starts on each host, and speaks to; see its --help"
-            raise ConfigError(text) from None
+            raise ConfigError(
+                "fastps-run -H starts this program on each host and sends it requests; run "
+                "fastps-run instead (fastps-run --help)"
+            ) from None
 
     def read(self, timeout_s: float) -> Mapping[str, Any] | None:
-        """Wait for the next line; None when the leader has gone, TransportError if it is mute."""
+        """Return the next line, None when the leader has gone; TransportError after timeout_s."""
         until = time.monotonic() + timeout_s
         while b"\n" not in self._pending and self._is_open:
             if not select.select([self._source], [], [], max(until - time.monotonic(), 0))[0]:
                 raise TransportError(
-                    f"the leader of this job has said nothing for {timeout_s:g} s"
+                    f"the leader of this job has sent nothing for {timeout_s:g} s"
                 )
             self._receive()
         return next(iter(self._lines(1)), None)
 
     def __enter__(self) -> Orders:
-        """Hear signals too."""
+        """Start to receive signals too."""
         super().__enter__()
         self._both.register(super().fileno(), select.EPOLLIN)
         return self
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when there is a signal or a word."""
+        """Return the descriptor that becomes readable when a signal or a line has come."""
         return self._both.fileno()
 
     def take(self) -> list[int]:
-        """Return the signals that came, by the kernel or by the leader."""
+        """Return the signals that came, from the kernel or from the leader."""
         found = super().take()
         if self._is_open and select.select([self._source], [], [], 0)[0]:
             self._receive()
@@ -112,57 +114,53 @@ class Orders(SignalInbox):
 
 
 @dataclasses.dataclass
-class Voice:
-    """What the follower says to the leader."""
+class LeaderChannel:
+    """Send the follower's messages to the leader, on standard output."""
 
     screen: Screen
     mark: str
 
-    def tell(self, **news: Any) -> None:
+    def send(self, **news: Any) -> None:
         """Write one line."""
-        self.screen.tell(f"{self.mark} {json.dumps(news)}".encode())
+        self.screen.write_raw(f"{self.mark} {json.dumps(news)}".encode())
 
-    def tell_cause(self, cause: Cause) -> None:
-        """Tell why the job ends, as soon as it is known here."""
+    def send_cause(self, cause: Cause) -> None:
+        """Send why the job ends, as soon as it is known here."""
         part = cause.part
         who, how = ("", cause.text) if part is None else (part.describe(), cause.how)
-        self.tell(failed={
+        self.send(failed={
             "who": who, "how": how, "code": cause.exit_code, "accusation": cause.accusation,
             "words": cause.words,
         })  # fmt: skip
 
 
 def main() -> int:
-    """Do what the leader says, and give the exit code of this machine's share."""
+    """Carry out the leader's request; return the exit code of this machine's share."""
     hold_standard_streams()
     screen = Screen(*outlets(1, 2), has_colour=False)
     try:
         orders = Orders()
         request = orders.read(REQUEST_S)
     except FastPSError as error:
-        screen.say(str(error), is_alarm=True)
+        screen.report(str(error), is_alarm=True)
         return EXIT_SETTINGS
     if request is None:
         return EXIT_SETTINGS
-    voice = Voice(screen, str(request["mark"]))
+    leader = LeaderChannel(screen, str(request["mark"]))
     try:
-        code = _follow_or_say(request, orders, voice)
-        voice.tell(ended=code)
+        try:
+            code = _follow(request, orders, leader)
+        except FastPSError as error:
+            leader.send_cause(Cause(str(error), EXIT_SETTINGS))
+            code = EXIT_SETTINGS
+        leader.send(ended=code)
         screen.finish(patience_s=1.0)
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     return code
 
 
-def _follow_or_say(request: Mapping[str, Any], orders: Orders, voice: Voice) -> int:
-    try:
-        return _follow(request, orders, voice)
-    except FastPSError as error:
-        voice.tell_cause(Cause(str(error), EXIT_SETTINGS))
-        return EXIT_SETTINGS
-
-
-def _follow(request: Mapping[str, Any], orders: Orders, voice: Voice) -> int:
+def _follow(request: Mapping[str, Any], orders: Orders, leader: LeaderChannel) -> int:
     environment = _environment(request)
     check_version(str(request["version"]))
     go_to(str(request["folder"]))
@@ -171,40 +169,44 @@ def _follow(request: Mapping[str, Any], orders: Orders, voice: Voice) -> int:
     with contextlib.ExitStack() as stack:
         if 0 in options.layout.worker_ranks:
             facts["kept"] = stack.enter_context(contextlib.closing(KeptPort())).number
-        voice.tell(ready=facts)
-        return _work(options, environment, str(request["token"]), orders, voice)
+        leader.send(ready=facts)
+        return _work(options, environment, str(request["token"]), orders, leader)
 
 
 def _work(
-    options: Options, environment: Mapping[str, str], token: str, orders: Orders, voice: Voice
+    options: Options,
+    environment: Mapping[str, str],
+    token: str,
+    orders: Orders,
+    leader: LeaderChannel,
 ) -> int:
-    """Start this machine's share when the leader says where all meet, and watch it to its end."""
-    job = orders.read(GO_S)
+    """Wait for the scheduler's address, start this machine's share, and watch it to its end."""
+    job = orders.read(START_S)
     if job is None:
         return EXIT_SETTINGS
     inherited = inherited_environment(environment)
     identity = Identity(
         options.job_id,
         hold_token(token),
-        (str(job["host"]), int(job["port"])) if options.layout.has_meeting else None,
+        (str(job["host"]), int(job["port"])) if options.layout.needs_scheduler else None,
         (str(job["master"][0]), int(job["master"][1])),
     )
-    identity, meeting = prepare(options, identity, inherited, say=voice.screen.say)
-    voice.tell(bound=0 if identity.scheduler is None else identity.scheduler[1])
+    identity, meeting = prepare(options, identity, inherited, report=leader.screen.report)
+    leader.send(bound=0 if identity.scheduler is None else identity.scheduler[1])
     secret = load(environ={**inherited, **dict([identity.secret or ("", "")])}).token_bytes()
     plan = make_plan(options, identity, cpus=len(os.sched_getaffinity(0)), inherited=inherited)
     with orders:
         cause = run_plan(
-            options, Handout(secret).hand_out(plan), voice.screen, orders, inherited, meeting,
-            on_cause=voice.tell_cause, tell_live=lambda told: voice.tell(paces=told),
+            options, Handout(secret).hand_out(plan), leader.screen, orders, inherited, meeting,
+            on_cause=leader.send_cause, forward_paces=lambda paces: leader.send(paces=paces),
         )  # fmt: skip
         if options.timeline is not None:
-            make_timeline(voice.screen, options.timeline, is_whole=not options.layout.is_spread)
-        return show_end(voice.screen, orders, cause, options, has_report=False)
+            make_timeline(leader.screen, options.timeline, is_whole=not options.layout.is_spread)
+        return show_end(leader.screen, orders, cause, options, has_report=False)
 
 
 def _environment(request: Mapping[str, Any]) -> dict[str, str]:
-    """Join what this machine sets with what travelled; its numbers in a step are not the job's."""
+    """Merge this machine's environment with the request's; drop the variables of a srun step."""
     own = {
         name: value
         for name, value in process_environment().items()
@@ -218,27 +220,27 @@ def _environment(request: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_version(theirs: str) -> None:
-    """Refuse to work with another version; ConfigError."""
+    """Raise ConfigError if the leader has another version of fastps."""
     if (ours := version_of("fastps")) != theirs:
         raise ConfigError(
-            f"here is fastps {ours}, and {theirs} where the job is started: install the same on "
-            "all machines"
+            f"this machine has fastps {ours}, but the job was started with {theirs}; install the "
+            "same version on all machines"
         )
 
 
 def go_to(folder: str) -> None:
-    """Work where the job was started; ConfigError where that folder is not."""
+    """Change to the folder in which the job was started; ConfigError if it is missing here."""
     try:
         os.chdir(folder)
     except OSError as error:
         raise ConfigError(
-            f"the folder of the job, {folder}, is not here as there ({error.strerror}): use one "
-            "that all machines share, or copy it to the same place"
+            f"the folder of the job, {folder}, cannot be used on this machine ({error.strerror}); "
+            "start the job in a folder that all machines share, or copy it to the same path"
         ) from error
 
 
 def _addresses(environment: Mapping[str, str], way: str) -> dict[str, str]:
-    """Tell which address of this machine the others shall use, and who has reached it."""
+    """Return the address of this machine for the others, and the one it was reached from."""
     ssh = environment.get("SSH_CONNECTION", "").split()
     reached_by = ssh[0] if len(ssh) == 4 and way == "ssh" else ""
     if way == "srun":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `fastps graph`: what a graph of workers is worth, in numbers and as a picture.
+"""The command `fastps graph`: properties of a graph of workers, in numbers and as a picture.
 
 Threads: none.
 """
@@ -24,7 +24,7 @@ BY_MACHINES = {
     "inner-outer-exp2": topology.inner_outer_exp2_graph,
 }
 TOLERANCE = 1e-6
-MANY_EDGES = 64  # more weights than that cannot be read in a picture
+MANY_EDGES = 64  # a picture with more edges shows no weights, which would be unreadable
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +32,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("graph", choices=[*topology.GRAPHS, *BY_MACHINES])
     parser.add_argument("-n", "--size", type=int, required=True, help="number of workers")
     parser.add_argument("--local-size", type=int, default=1, help="workers of each machine")
-    parser.add_argument("--png", type=Path, help="draw it into this file")
+    parser.add_argument("--png", type=Path, help="also draw the graph into this file")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Print what is known of a graph, and draw it; raises ConfigError."""
+    """Print the properties of a graph, and draw it. Raises ConfigError."""
     try:
         graph = make(parsed.graph, parsed.size, parsed.local_size)
     except ValueError as error:
@@ -50,14 +50,14 @@ def run(parsed: argparse.Namespace) -> None:
 
 
 def make(name: str, size: int, local_size: int) -> Topology:
-    """Make a graph by its name on the command line."""
+    """Return a graph by its name on the command line."""
     if name in BY_MACHINES:
         return BY_MACHINES[name](size, local_size)
     return topology.GRAPHS[name](size)
 
 
 def findings(graph: Topology) -> Iterator[tuple[str, str]]:
-    """Yield (what, how it is) of a graph."""
+    """Yield the properties of a graph as (name, value)."""
     yield "workers", str(graph.size)
     yield "out-neighbors of each", _range([len(graph.out_neighbors(r)) for r in _ranks(graph)])
     weights = [graph.receive_weights(rank)[1].values() for rank in _ranks(graph)]
@@ -104,13 +104,13 @@ def draw(graph: Topology, title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+        raise ConfigError(f"cannot write {path}: {error}") from error
 
 
 def _arrow(
     axes: Any, graph: Topology, source: int, target: int, places: Sequence[tuple[float, float]]
 ) -> None:
-    """Draw an edge, bent, so that one back does not cover it, and its weight near its end."""
+    """Draw an edge, bent so that the opposite one stays visible, with its weight near its end."""
     (x, y), (u, v) = places[source], places[target]
     style = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.1", "shrinkA": 12, "shrinkB": 12}
     axes.annotate("", xy=(u, v), xytext=(x, y), arrowprops={**style, "color": "#999999"})

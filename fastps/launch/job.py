@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of one job: wait for output, ends and signals; stop in order; find the first cause.
 
-Decides when which process is signalled and what the job's exit code is. Knows no command line.
+Decides when each process is signalled and what the job's exit code is. Knows no command line.
 Theory: one thread sleeps in `select` on all pipes and on a socket that signal handlers write to.
-A job has parts: processes and, on machine 0, the thread of the scheduler. Stopping goes workers,
-servers, scheduler, so that nobody loses a part it still needs; each step is a signal, a grace
-period and SIGKILL. Where the job has other machines, servers and scheduler first wait for the
-workers there. Who reads the launcher's own output slowly holds up the parts that write, as a full
-pipe does, and nothing else: signals, ends and deadlines are served meanwhile. Invariants: every
-wait has a deadline or ends with the job, the first cause is never replaced by a later one, and
-when `run` returns no process of the job is left.
+A job has parts: processes and, on machine 0, the thread of the scheduler. They are stopped in the
+order workers, servers, scheduler, so that no part loses one that it still needs; each step is a
+signal, a grace period and SIGKILL. In a job on several machines, servers and scheduler first wait
+for the workers of the others. A slow reader of the launcher's output delays the parts that write,
+as a full pipe does, and nothing else: signals, ends and deadlines are served meanwhile.
+Invariants: every wait has a deadline or ends with the job, the first cause is never replaced by a
+later one, and when `run` returns no process of the job is left.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 
-from fastps.launch.attendant import Attendant
 from fastps.launch.cause import (
     PROGRAMS,
     Accusation,
@@ -35,9 +34,10 @@ from fastps.launch.cause import (
     cause_of,
     first_of,
 )
+from fastps.launch.cause_listener import CauseListener
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, end_helpers, helpers, sweep
-from fastps.launch.progress_line import PERIOD_S, JointLine, LiveLine
+from fastps.launch.progress_line import PERIOD_S, LiveLine, MergedLine
 from fastps.launch.scheduler import SchedulerThread
 from fastps.session import outside_job
 
@@ -45,25 +45,25 @@ EXIT_TIMEOUT = 124
 EXIT_HELD = 1  # a worker was stopped before its end
 EXIT_APART = 1  # all workers ended well, without a job
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Signals that mean something to the user's program alone: they are passed on, and end no job.
+# Signals for the user's programs alone: they are forwarded, and do not end the job.
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-_HANGUP = signal.SIGHUP  # stays ignored where nohup had it ignored
+_HANGUP = signal.SIGHUP  # stays ignored under nohup
 _STOP_ORDER = (*PROGRAMS, "server", "scheduler")
-_TICK_S = 10.0  # the longest sleep; everything of interest wakes the loop earlier
-_DRAIN_S = 1.0  # pipes that a vanished process left open are read this long
-_KILL_WAIT_S = 10.0  # SIGKILL that does not end a process: it hangs in the kernel
-_SETTLE_S = 2.0  # who lost a peer may be seen to end before the peer itself is
-_STOPPED_S = 5.0  # a worker that is held after the job, until that is said
-_LOOK_S = 1.0  # how often it is looked for
+_TICK_S = 10.0  # the longest sleep; events wake the loop earlier
+_DRAIN_S = 1.0  # to read pipes that a vanished process left open
+_KILL_WAIT_S = 10.0  # for SIGKILL to end a process; after that it hangs in the kernel
+_SETTLE_S = 2.0  # a worker that lost a peer may be seen to end before the peer itself
+_STOPPED_S = 5.0  # a worker may be stopped so long after its work before that is reported
+_LOOK_S = 1.0  # between looks for stopped workers
 _HELPERS_S = 1.0  # for helpers of ended workers, such as uploaders, to end by themselves
 _READ_BYTES = 64 * 1024
-_LAST_WORDS_BYTES = 1 << 20  # of parts that end, kept for a reader who is behind
+_LAST_OUTPUT_BYTES = 1 << 20  # of parts that end, kept for a slow reader
 
 
 class SignalInbox:
     """Turn signals into bytes that `select` sees, while the context lasts."""
 
-    is_users = True  # who is told what the first signal does, and a second
+    is_users = True  # signals come from the user, who is told what the first and second one do
 
     def __enter__(self) -> SignalInbox:
         """Install the handlers; only the main thread of a process may."""
@@ -77,13 +77,8 @@ class SignalInbox:
         self.to_pass_on: list[int] = []
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Put the old handlers back."""
+    def __exit__(self, *error: object) -> None:
+        """Restore the old handlers."""
         for number, handler in self._old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._old_fd)
@@ -91,11 +86,11 @@ class SignalInbox:
         self._writer.close()
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when a signal came."""
+        """Return the descriptor that becomes readable when a signal has come."""
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Return the signals to end that came since the last call; keep those to pass on."""
+        """Return the signals since the last call that end the job; keep those to forward."""
         try:
             found = [number for number in self._reader.recv(4096) if number != signal.SIGCHLD]
         except BlockingIOError:
@@ -108,7 +103,7 @@ class SignalInbox:
 
 
 class Job:
-    """Watch the parts of one job that are on this machine until none is left."""
+    """Watch the parts of one job on this machine until none is left."""
 
     def __init__(
         self,
@@ -124,10 +119,10 @@ class Job:
     ) -> None:
         """Start without parts; `add` them in the order of starting.
 
-        is_spread: there are other machines, whose workers may need our servers and scheduler.
-        goes_on: a worker that fails is no cause to end the others; all of them are.
-        on_end: is told of every process that ends by itself, well or not. on_cause: is told why
-        the job ends, as soon as that is known, except for a signal.
+        is_spread: other machines have workers that may need our servers and scheduler. goes_on:
+        the job ends only when all workers fail, not when one does. on_end: is called with every
+        process that ends by itself, with success or not. on_cause: is called with the first cause
+        as soon as it is known, except for a signal.
         """
         self.parts: list[Part] = []
         self.cause: Cause | None = None
@@ -142,66 +137,66 @@ class Job:
         self._goes_on = goes_on
         self._on_end = on_end
         self._on_cause = on_cause
-        self._live: LiveLine | JointLine | None = None
+        self._live: LiveLine | MergedLine | None = None
         self._scheduler: SchedulerThread | None = None
-        self._attendant: Attendant | None = None
-        self._failed: list[Part] = []  # in the order of being noticed
-        self._lost: list[Part] = []  # workers without which the others go on
+        self._cause_listener: CauseListener | None = None
+        self._failed: list[Part] = []  # in the order of their ends
+        self._lost: list[Part] = []  # failed workers without which the others continue
         self._settled_at: float | None = None
-        self._held: list[Child] = []  # workers that are stopped, when all others are done
-        self._held_since = 0.0
-        self._is_held_said = False
+        self._stopped: list[Child] = []  # workers that are stopped when all others are done
+        self._stopped_since = 0.0
+        self._is_stop_reported = False
         self._has_waited = False  # longer, for a process that is accused and about to end
         self._is_stopping = False
         self._is_interrupted = False
         self._is_hurried = False
 
     def add(self, part: Part) -> None:
-        """Watch a part that was just started."""
+        """Watch a part that has just been started."""
         self.parts.append(part)
         for pipe, stream in part.pipes():
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def add_scheduler(self, scheduler: SchedulerThread) -> None:
-        """Watch the scheduler too; it is known apart because it knows when the job is over."""
+        """Watch the scheduler too, which knows when the job is over."""
         self._scheduler = scheduler
         self.add(scheduler)
 
-    def add_attendant(self, attendant: Attendant | None) -> None:
-        """Ask it of the first cause, as the scheduler is on another machine."""
-        self._attendant = attendant
+    def add_cause_listener(self, listener: CauseListener | None) -> None:
+        """Learn the first cause from a scheduler on another machine."""
+        self._cause_listener = listener
 
-    def show_live(self, line: LiveLine | JointLine) -> None:
-        """Show a line about the pace of the job while there is work; it is closed with that."""
+    def show_live(self, line: LiveLine | MergedLine) -> None:
+        """Show a line about the pace of the job until its work ends; then close it."""
         self._live = line
 
     def run(self) -> Cause | None:
-        """Wait until the job is over and everything is ended; give the first cause, if any."""
+        """Wait until the job is over and all parts have ended; return the first cause, if any."""
         try:
             self._wait_while(self._has_work)
             self._end_live()
-            self._hear_of_ends()
-            self._judge(is_late=True)
+            self._confirm_ends()
+            self._find_cause(is_late=True)
             if self._is_spread and self.cause is None:
                 self._wait_for_other_machines()
-                self._judge(is_late=True)
-            self._judge_apart()
+                self._find_cause(is_late=True)
+            self._check_joined_together()
             self._stop_in_order()
             self._end_helpers()
         except BrokenPipeError:
-            self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
+            self._set_cause(_no_reader())
             self._kill_all()
         finally:
             self._end_live()
             self._finish()
         return self.cause
 
-    def _hear_of_ends(self) -> None:
-        """Let a scheduler elsewhere see that our workers have ended: one may have been needed."""
+    def _confirm_ends(self) -> None:
+        """Wait until a scheduler elsewhere has seen our workers end: one may have been needed."""
         places = [(part.role, part.rank) for part in self.parts if part.role in PROGRAMS]
-        if self._attendant is not None and self.cause is None and not self._failed:
-            self._attendant.wait_ends(places, _SETTLE_S)
+        if self._cause_listener is not None and self.cause is None and not self._failed:
+            self._cause_listener.wait_ends(places, _SETTLE_S)
 
     def _end_live(self) -> None:
         line, self._live = self._live, None
@@ -211,7 +206,7 @@ class Job:
                 self._screen.live("")
 
     def abandon(self, cause: Cause) -> None:
-        """Set the job's first cause from outside, e.g. a program that cannot be started."""
+        """Set the job's first cause from outside, such as a program that cannot be started."""
         self._set_cause(cause)
 
     def _has_work(self) -> bool:
@@ -221,10 +216,10 @@ class Job:
         return [part for part in self.parts if part.role == role and part.is_alive]
 
     def _wait_for_other_machines(self) -> None:
-        """Let scheduler and servers serve the others, as long as the job is alive.
+        """Keep scheduler and servers running for the other machines, as long as the job lives.
 
-        The scheduler knows when it is over, by leases if need be, and the servers hear it from
-        the scheduler, or notice that they lost it.
+        The scheduler knows when the job is over, if need be by leases. The servers learn it from
+        the scheduler, or from losing the connection to it.
         """
         if self._scheduler is not None and any(part.role in PROGRAMS for part in self.parts):
             self._scheduler.end_when_left("its workers have left")
@@ -251,8 +246,8 @@ class Job:
             if self._live is not None:
                 self._live.show(self._screen)
             self._notice_ends()
-            self._look_for_held()
-            self._judge(is_late=self._has_settled())
+            self._check_stopped_workers()
+            self._find_cause(is_late=self._has_settled())
             self._check_timeout()
 
     def _has_settled(self) -> bool:
@@ -273,7 +268,7 @@ class Job:
         waits = [_TICK_S if self._live is None else PERIOD_S]
         if self._is_spread:
             waits.append(_LOOK_S)  # for a first cause
-        if self._is_done_but_for_ends():
+        if self._awaits_last_ends():
             waits.append(_LOOK_S)
         deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
         waits.extend(deadline - now for deadline in deadlines if deadline is not None)
@@ -299,7 +294,7 @@ class Job:
             stream.flush_silent(now=now)
 
     def _wait_for_reader(self, timeout_s: float) -> None:
-        """Sleep until somebody reads our output, or there is something else to serve."""
+        """Sleep until our output can be written, or there is another event to serve."""
         with selectors.EpollSelector() as selector:
             for outlet in self._screen.unread():
                 selector.register(outlet, selectors.EVENT_WRITE)
@@ -310,14 +305,14 @@ class Job:
         self._screen.flush()
 
     def _has_room(self) -> bool:
-        """Return whether the parts' output can be taken: who ends must not be held up by it."""
-        return self._screen.backlog < (_LAST_WORDS_BYTES if self._is_stopping else 1)
+        """Return whether to read the parts' output; while stopping, a slow reader may lag more."""
+        return self._screen.backlog < (_LAST_OUTPUT_BYTES if self._is_stopping else 1)
 
     def _streams(self, parts: Sequence[Part]) -> list[Stream]:
         return [stream for part in parts for stream in part.streams]
 
     def _read(self, key: selectors.SelectorKey, stream: Stream) -> bool:
-        """Move what a pipe holds; tell whether it may hold more."""
+        """Move data from a pipe to its stream; return whether the pipe may hold more."""
         try:
             data = os.read(key.fd, _READ_BYTES)
         except BlockingIOError:
@@ -341,14 +336,14 @@ class Job:
     def _take_failed(self, failed: Sequence[Part]) -> None:
         self._drain(self._streams(failed))
         if self._goes_on and all(part.role == "worker" for part in failed):
-            self._do_without(failed)
+            self._continue_without(failed)
             return
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_S
         self._failed.extend(failed)
 
-    def _is_done_but_for_ends(self) -> bool:
-        """Return whether workers have only to end, as others have, or as all have left the job."""
+    def _awaits_last_ends(self) -> bool:
+        """Return whether the remaining workers only have to end: others have, or all left."""
         workers = [part for part in self.parts if part.role == "worker"]
         has_left = self._scheduler is not None and self._scheduler.has_been_left
         is_open = self.cause is None and not self._is_stopping and not self._failed
@@ -358,50 +353,52 @@ class Job:
             and (has_left or any(part.exit_code == 0 for part in workers))
         )
 
-    def _look_for_held(self) -> None:
-        """Say which worker is stopped and keeps the others from the end; then do not wait."""
+    def _check_stopped_workers(self) -> None:
+        """Report workers that are stopped when all others are done; later end the job."""
         left = [
             p for p in self.parts if p.role == "worker" and p.is_alive and isinstance(p, Child)
         ]
-        if not self._is_done_but_for_ends() or not all(part.is_stopped for part in left):
+        if not self._awaits_last_ends() or not all(part.is_stopped for part in left):
             left = []
         now = time.monotonic()
-        if left != self._held:
-            self._held, self._held_since, self._is_held_said = left, now, False
-        waited_s, names = now - self._held_since, ", ".join(part.describe() for part in left)
+        if left != self._stopped:
+            self._stopped, self._stopped_since, self._is_stop_reported = left, now, False
+        waited_s, names = now - self._stopped_since, ", ".join(part.describe() for part in left)
         if not left or waited_s < _STOPPED_S:
             return
-        if not self._is_held_said:
-            self._is_held_said = True
+        if not self._is_stop_reported:
+            self._is_stop_reported = True
             pids = " ".join(str(part.pid) for part in left)
-            self._screen.say(
-                f"{names}: stopped by a signal (SIGSTOP) and alone left to end; `kill -CONT "
-                f"{pids}` lets it go on, else it is ended in {self._grace_s:g} s", is_alarm=True,
+            self._screen.report(
+                f"{names}: stopped by a signal (SIGSTOP), and the only one left to end; resume it "
+                f"with `kill -CONT {pids}`, or it is ended in {self._grace_s:g} s", is_alarm=True,
             )  # fmt: skip
         elif waited_s >= _STOPPED_S + self._grace_s:
             self._set_cause(Cause(
-                f"{names}: stopped by a signal (SIGSTOP) after the work, and not gone on within "
+                f"{names}: stopped by a signal (SIGSTOP) after its work, and not resumed within "
                 f"{waited_s:.0f} s", EXIT_HELD,
             ))  # fmt: skip
 
-    def _do_without(self, failed: Sequence[Part]) -> None:
-        """Say who is missing from now on; if nobody is left who did well, they are to blame."""
+    def _continue_without(self, failed: Sequence[Part]) -> None:
+        """Report lost workers; if no other one is running or succeeded, they are the cause."""
         self._lost.extend(failed)
         workers = [part for part in self.parts if part.role == "worker"]
         left = [part.name for part in workers if part.is_alive]
         for part in failed:
-            how = f"{part.describe()} {part.describe_end()}"
-            self._screen.say(f"{how}; {len(left)} of {len(workers)} go on without it")
+            self._screen.report(
+                f"{part.describe()} {part.describe_end()}; {len(left)} of {len(workers)} workers "
+                "continue without it"
+            )
         if not any(part.is_alive or part.exit_code == 0 for part in workers):
             self._failed.extend(self._lost)
 
-    def _judge(self, *, is_late: bool) -> None:
-        """Name the first cause as soon as nobody else can turn out to be to blame."""
+    def _find_cause(self, *, is_late: bool) -> None:
+        """Set the first cause as soon as no other part can turn out to be to blame."""
         if self.cause is not None:
             return
         accusation, accused = self._accused()
         if not self._failed:
-            self._judge_lost(accusation, accused, is_late=is_late)
+            self._find_lost_part(accusation, accused, is_late=is_late)
             return
         if accused is not None and accused.exit_code:
             self._set_cause(cause_of(accused, None))
@@ -410,13 +407,13 @@ class Job:
         elif is_late and accused is not None:
             self._set_cause(cause_in(accused, accusation))
 
-    def _judge_lost(
+    def _find_lost_part(
         self, accusation: Accusation | None, accused: Part | None, *, is_late: bool
     ) -> None:
-        """Name a part of ours that the job has lost, though it ended well or goes on.
+        """Set the cause to a part of ours that the job has lost, though it succeeded or runs.
 
-        The others fail on their machines, so nothing here need fail for it. One that runs on has
-        the grace period for its end.
+        The others fail on their machines, so no part need fail here. An accused part that still
+        runs gets the grace period to end.
         """
         if not self._is_spread or accusation is None or accused is None:
             return
@@ -426,9 +423,9 @@ class Job:
             self._set_cause(cause_in(accused, accusation))
 
     def _accused(self) -> tuple[Accusation | None, Part | None]:
-        """Return what is said of the culprit, by the scheduler if it is here, and our part."""
-        knows = self._scheduler or self._attendant
-        lost = None if knows is None else knows.first_cause
+        """Return the accusation, by the scheduler or a failed part, and the accused part here."""
+        source = self._scheduler or self._cause_listener
+        lost = None if source is None else source.first_cause
         if lost is None:
             accusation = accusation_of(first_of(self._failed)) if self._failed else None
         else:
@@ -439,11 +436,11 @@ class Job:
         found = (part for part in self.parts if isinstance(part, Child))
         return accusation, next((p for p in found if (p.role, p.rank) == place), None)
 
-    def _judge_apart(self) -> None:
-        """Make it a failure that all workers ended well, and never were in the job together.
+    def _check_joined_together(self) -> None:
+        """Fail a job whose workers all succeeded but never were in the job together.
 
-        Only where one of them asked to join, or says that it trained alone: a program that does
-        neither, such as hostname, has no use for a job.
+        Only if one of them asked to join, or wrote that it trained alone: other programs, such as
+        hostname, do not use the job.
         """
         job, workers = self._scheduler, [part for part in self.parts if part.role == "worker"]
         if self.cause is not None or not workers or job is None or job.has_begun:
@@ -452,16 +449,16 @@ class Job:
         said = [line for part in workers for line in part.stderr.tail if outside_job.WORDS in line]
         if job.n_workers > 1 and (job.has_been_tried or said):
             self._set_cause(Cause(
-                f"the {job.n_workers} workers ended well and were never in one job together, so "
-                "that each of them trained alone; let all of them call fastps.init(), or "
-                'torch.distributed.init_process_group("fastps"), before the training, and let the '
-                "program end when that fails", EXIT_APART,
+                f"the {job.n_workers} workers ended with code 0 but were never in one job "
+                "together, so each of them trained alone; let all of them call fastps.init(), or "
+                'torch.distributed.init_process_group("fastps"), before training, and let the '
+                "program exit when that fails", EXIT_APART,
             ))  # fmt: skip
 
     def _check_timeout(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
-            text = f"the job was not over after --timeout {self._timeout_s:g} seconds"
+            text = f"the job did not end within --timeout {self._timeout_s:g} seconds"
             self._set_cause(Cause(text, EXIT_TIMEOUT, has_time=False))
 
     # ---- stopping ----
@@ -476,18 +473,20 @@ class Job:
         self._is_interrupted = True
         name = signal.Signals(number).name
         if self._inbox.is_users:
-            self._screen.say(f"{name}: ending the workers; once more ends everything at once")
+            self._screen.report(
+                f"{name}: ending the workers; send it again to end everything at once"
+            )
         if self._scheduler is not None:
-            self._scheduler.ask_locations()
+            self._scheduler.request_locations()
         self._signal([*self._alive("worker"), *self._alive("machine")], number)
 
     def _pass_on(self) -> None:
-        """Send the users' own signals, as SLURM's before a time limit, to all their programs."""
+        """Forward the user's own signals, such as SLURM's before a time limit, to all programs."""
         numbers, self._inbox.to_pass_on = self._inbox.to_pass_on, []
         programs = [part for part in self.parts if part.role in PROGRAMS and part.is_alive]
         for number in numbers:
             if self._inbox.is_users:
-                self._screen.say(f"{signal.Signals(number).name}: passed on to the workers")
+                self._screen.report(f"{signal.Signals(number).name}: forwarded to the workers")
             for part in programs:
                 part.pass_on(number)
 
@@ -497,20 +496,20 @@ class Job:
         self._deadline = None
         for role in _STOP_ORDER:
             group = self._alive(role)
-            if not (self._is_interrupted and role in PROGRAMS):  # they have the user's signal
+            if not (self._is_interrupted and role in PROGRAMS):  # these got the user's signal
                 self._signal(group, signal.SIGTERM)
             self._wait_for(group, self._grace_s)
             late = self._alive(role)
             if late:
                 names = ", ".join(part.name for part in late)
-                self._screen.say(f"{names}: no end in {self._grace_s:g} s, killed")
+                self._screen.report(f"{names}: did not end within {self._grace_s:g} s, killed")
             self._signal(late, signal.SIGKILL)
             self._wait_for(late, _KILL_WAIT_S)
 
     def _end_helpers(self) -> None:
-        """Let processes that the workers left end: by themselves, then with SIGTERM and grace.
+        """End processes that the workers left: wait for them, then SIGTERM and a grace period.
 
-        Those in sessions of their own get no signal that goes to a worker's group.
+        Processes in sessions of their own get no signal that goes to a worker's group.
         """
         if any(part.is_alive for part in self.parts):
             return
@@ -521,8 +520,8 @@ class Job:
             self._wait_for_helpers(self._grace_s)
             if late := helpers():
                 names = ", ".join(f"pid {pid}" for pid in late)
-                self._screen.say(
-                    f"{names}: left by the workers, no end in {self._grace_s:g} s, killed"
+                self._screen.report(
+                    f"{names}: left by the workers, did not end within {self._grace_s:g} s, killed"
                 )
 
     def _wait_for_helpers(self, timeout_s: float) -> None:
@@ -545,7 +544,7 @@ class Job:
         self._signal(self.parts, signal.SIGKILL)
 
     def _finish(self) -> None:
-        """Leave nothing behind, whatever happened before."""
+        """End everything that is left, whatever happened before."""
         self._kill_all()
         for part in self.parts:
             if part.is_alive:
@@ -554,17 +553,17 @@ class Job:
         try:
             self._drain(self._streams(self.parts))
             if left:
-                self._screen.say(f"could not be ended: {', '.join(left)}", is_alarm=True)
-            self._report_disorder()
+                self._screen.report(f"could not end: {', '.join(left)}", is_alarm=True)
+            self._report_oddities()
         except BrokenPipeError:
-            self._set_cause(Cause("nobody reads the output any more", 128 + signal.SIGPIPE))
+            self._set_cause(_no_reader())
         finally:
             self._selector.close()
 
     def _drain(self, streams: Sequence[Stream]) -> None:
-        """Read what ended processes wrote; a pipe that somebody holds open is given up."""
+        """Read what ended processes wrote; give up on a pipe that another process holds open."""
         until = time.monotonic() + _DRAIN_S
-        room = self._screen.backlog + len(streams) * _LAST_WORDS_BYTES
+        room = self._screen.backlog + len(streams) * _LAST_OUTPUT_BYTES
         while time.monotonic() < until and self._screen.backlog < room:
             table = self._selector.get_map().values()
             keys = [key for key in table if any(key.data is stream for stream in streams)]
@@ -572,27 +571,31 @@ class Job:
             if not any(has_moved):
                 return
 
-    def _report_disorder(self) -> None:
-        """Say what is odd about a job that went well: nobody joined it, servers ended badly."""
+    def _report_oddities(self) -> None:
+        """Report what is odd about a successful job: no worker joined it, a server failed."""
         if self.cause is not None:
             return
         workers = [part for part in self.parts if part.role == "worker"]
         if workers and self._scheduler is not None and not self._scheduler.has_begun:
-            self._screen.say(
+            self._screen.report(
                 f"no worker called fastps.init(): these were {len(workers)} separate runs of the "
                 "same program. Call init() before the training, or run it without fastps-run",
                 is_alarm=True,
             )
         for part in self.parts:
             if part.exit_code not in (0, -signal.SIGTERM) and part not in self._lost:
-                self._screen.say(f"{part.name} {part.describe_end()} while stopping")
+                self._screen.report(f"{part.name} {part.describe_end()} while stopping")
+
+
+def _no_reader() -> Cause:
+    return Cause("the reader of the output has gone (broken pipe)", 128 + signal.SIGPIPE)
 
 
 def interrupted(cause: Cause | None, number: int) -> Cause:
-    """Return the first cause after a signal, which nobody's reading may put off."""
+    """Return the first cause after a signal; a slow reader of the output must not delay it."""
     cause = cause or Cause(f"interrupted by {signal.Signals(number).name}", 128 + number)
     return dataclasses.replace(cause, has_time=False)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the byte that set_wakeup_fd writes is what counts."""
+    """Do nothing: set_wakeup_fd writes the byte that matters."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of one job lie on its machines: pure.
+"""Which processes of a job run on which machine: pure.
 
-Every launcher of a job is given the same counts, one number per machine, and so knows all totals
-and every rank without asking anybody. Ranks are given out machine by machine, workers and servers
-apart from each other. Machine 0 has the scheduler.
+Every launcher of a job gets the same counts, one per machine, and so knows all totals and every
+rank without communication. Ranks are assigned machine by machine, separately for each role.
+Machine 0 has the scheduler.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Numbers of workers, servers and validators by machine, and which machine this one is."""
+    """Numbers of workers, servers and validators by machine, and the number of this machine."""
 
     workers: tuple[int, ...] = (1,)
     servers: tuple[int, ...] = (0,)
     machine: int = 0
     validators: tuple[int, ...] = (0,)
-    names: tuple[str, ...] = ()  # of the machines, where they are known
+    names: tuple[str, ...] = ()  # of the machines, if known
 
     @property
     def is_spread(self) -> bool:
@@ -58,17 +58,17 @@ class Layout:
         return _share(self.validators, self.machine)
 
     @property
-    def has_meeting(self) -> bool:
-        """Return whether the job has anybody to meet; one worker alone has not."""
+    def needs_scheduler(self) -> bool:
+        """Return whether the job has a scheduler; a single worker needs none."""
         return self.size > 1 or self.num_servers > 0 or self.num_validators > 0
 
     @property
     def has_scheduler(self) -> bool:
         """Return whether the scheduler runs in this machine's launcher."""
-        return self.has_meeting and self.machine == 0
+        return self.needs_scheduler and self.machine == 0
 
     def places(self) -> dict[tuple[str, int], str]:
-        """Name the machine of every process, by role and rank, where there are several."""
+        """Return the machine of every process, by role and rank; nothing for one machine."""
         found: dict[tuple[str, int], str] = {}
         for machine in range(len(self.workers)) if self.is_spread else ():
             for role, counts in (
@@ -79,7 +79,7 @@ class Layout:
         return found
 
     def describe(self) -> str:
-        """Return what of the job is on this machine."""
+        """Return which processes of the job run on this machine, in words."""
         workers = _words("worker", self.worker_ranks, self.size)
         servers = _words("server", self.server_ranks, self.num_servers)
         judges = _words("validator", self.validator_ranks, self.num_validators)
@@ -95,10 +95,10 @@ def make_layout(
     machines: int | None = None,
     machine: int | None = None,
 ) -> Layout:
-    """Lay out a job; a single count is the same on every machine.
+    """Lay out a job; a single count applies to every machine.
 
-    machines: how many there are, None to take it from the counts. machine: this one, which may be
-    None where there is only one. Raises ValueError with a sentence for the user.
+    machines: their number, None to take it from the counts. machine: the number of this machine,
+    None if there is only one. Raises ValueError with a sentence for the user.
     """
     number = machines or max(len(workers), len(servers), len(validators))
     layout = Layout(
@@ -108,14 +108,14 @@ def make_layout(
         _spread(validators, number, option="-v"),
     )
     if layout.size == 0:
-        raise ValueError("the job has no worker; -np says how many: a whole number from 1")
+        raise ValueError("the job has no worker; set -np to at least 1")
     if machine is None and layout.is_spread:
         raise ValueError(
-            f"which of the {number} machines is this one? Add --machine-rank, from 0 to "
-            f"{number - 1}; 0 is the one of --scheduler-host"
+            f"a job on {number} machines needs --machine-rank, 0 to {number - 1}, the number of "
+            "this machine; machine 0 is the one of --scheduler-host"
         )
     if layout.machine >= number:
-        raise ValueError(f"--machine-rank {machine} is not 0 to {number - 1}")
+        raise ValueError(f"--machine-rank must be 0 to {number - 1}, got {machine}")
     ours = (layout.worker_ranks, layout.server_ranks, layout.validator_ranks)
     if not (any(ours) or layout.has_scheduler):
         raise ValueError(
@@ -130,8 +130,8 @@ def _spread(counts: Sequence[int], machines: int, *, option: str) -> tuple[int, 
         return tuple(counts) * machines
     if len(counts) != machines:
         raise ValueError(
-            f"{option} {','.join(map(str, counts))} names {len(counts)} machines, but there are "
-            f"{machines}; give one number for all machines, or one for each"
+            f"{option} {','.join(map(str, counts))} has {len(counts)} numbers for {machines} "
+            "machines; give one number for all machines, or one for each"
         )
     return tuple(counts)
 

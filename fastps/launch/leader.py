@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lead a job on several machines from one command: reach all, start all, end all.
 
-Each machine gets a follower (`follow`), by ssh, by srun within an allocation of SLURM, or as a
-plain process where the machine is this one. Nothing is started anywhere until every follower has
-answered; then machine 0 holds a port for the scheduler, the others are told of it, and all begin.
-Whichever fails first ends the others. The token goes through the followers' standard input alone.
+Each machine gets a follower (follower.py), by ssh, by srun within an allocation of SLURM, or as a
+plain process on this machine. The job starts when every follower has answered: machine 0 binds a
+port for the scheduler, the leader sends its address to the others, and all start their processes.
+The first failure ends the whole job. The token goes only through the followers' standard input.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from fastps.launch.options import Options
 from fastps.launch.output import Screen
 from fastps.launch.plan import Identity, choose_secret, inherited_environment, make_plan
 from fastps.launch.processes import become_subreaper
-from fastps.launch.progress_line import JointLine
+from fastps.launch.progress_line import MergedLine
 from fastps.launch.request import pack
 from fastps.transport import sockets
 
 EXIT_SETTINGS = 2
-START_S = 60.0  # for all machines to answer, where --start-timeout says nothing
+START_S = 60.0  # for all machines to answer, without --start-timeout
 _TOKEN_BYTES = 32
 _MARK_BYTES = 16
 _LOOPBACK = "127.0.0.1"
-_LEAST_GRACE_S = 5.0  # on top of what a follower gives its workers, their helpers and servers
+_LEAST_GRACE_S = 5.0  # on top of a follower's grace for its workers, their helpers and servers
 FOLLOWER = ("-P", "-m", "fastps.launch.follower")
-# ssh asks nothing, forwards nothing, and notices within 30 s that the network is gone.
+# ssh never prompts, forwards nothing, and notices within 30 s that the network is gone.
 SSH = ("-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
        "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")  # fmt: skip
-# A step on one node with all that the allocation has there.
+# A step on one node with all resources of the allocation there.
 SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", "--mem=0", "--quiet")
-# What travels to the other machines, beside what --env says; the rest is theirs.
+# Variables that are sent to the other machines, beside those of --env; they keep their others.
 TRAVELS = ("FASTPS_", "BYTEPS_", "PYTHON", "OMP_", "MKL_", "NUMBA_")
-STAYS = ("FASTPS_HOST",)  # an address of this machine
+STAYS = ("FASTPS_HOST",)  # an address of this machine, which is not sent
 
 
 def lead(options: Options, *, environment: Mapping[str, str]) -> int:
-    """Run a job on all its hosts and give the exit code; only in the main thread.
+    """Run a job on all its hosts and return the exit code; only in the main thread.
 
-    Blocks until everything has ended everywhere, or the ways there have.
+    Blocks until everything has ended on all machines, or the connections to them have.
     """
     screen = make_screen(options, environment)
     options = dataclasses.replace(
@@ -72,7 +72,7 @@ def lead(options: Options, *, environment: Mapping[str, str]) -> int:
     try:
         token = _token(options, environment)
     except ConfigError as error:
-        screen.say(str(error), is_alarm=True)
+        screen.report(str(error), is_alarm=True)
         return EXIT_SETTINGS
     with SignalInbox() as inbox:
 
@@ -90,14 +90,14 @@ def _run(
     screen: Screen,
     inbox: SignalInbox,
 ) -> Cause | None:
-    """Start a follower on every machine and watch them to their end."""
+    """Start a follower on every machine and wait for the end of all."""
     become_subreaper()
     fleet = Fleet(options, screen, inbox)
     inherited = inherited_environment(environment)
     mark = f"fastps-{secrets.token_hex(_MARK_BYTES)}"
-    elsewhere = dataclasses.replace(options.layout, machine=1)  # nobody connects to this process
+    without_scheduler = dataclasses.replace(options.layout, machine=1)  # it runs on machine 0
     try:
-        provide_descriptors(elsewhere, n_children=len(options.hosts))
+        provide_descriptors(without_scheduler, n_children=len(options.hosts))
         for number, host in enumerate(options.hosts):
             way = way_to(host, options)
             words = request(options, number, way, inherited) | {"mark": mark, "token": token}
@@ -114,7 +114,7 @@ def _run(
 
 
 class Fleet(Job):
-    """Watch the machines of one job; they begin when all of them have answered."""
+    """Watch the machines of one job; they start when all of them have answered."""
 
     def __init__(self, options: Options, screen: Screen, inbox: SignalInbox) -> None:
         """Start without machines."""
@@ -124,41 +124,38 @@ class Fleet(Job):
         )  # fmt: skip
         self._options = options
         self._machines: list[Machine] = []
-        self._line = JointLine()
+        self._line = MergedLine()
         self._patience_s = options.start_timeout_s or START_S
         self._answer_by: float | None = time.monotonic() + self._patience_s
         if not options.has_no_live:
             self.show_live(self._line)
 
     def add_machine(self, machine: Machine) -> None:
-        """Watch one more machine, and hear what it says."""
-        machine.on_news = self._hear
+        """Watch one more machine, and handle its messages."""
+        machine.on_news = self._on_news
         self._machines.append(machine)
         self.add(machine)
 
-    def _hear(self, machine: Machine, news: Mapping[str, Any]) -> None:
+    def _on_news(self, machine: Machine, news: Mapping[str, Any]) -> None:
         if self.cause is not None:
             return
+        ready = [one for one in self._machines if one.is_ready]
         if "paces" in news:
-            self._line.hear(machine.rank, news["paces"])
+            self._line.update(machine.rank, news["paces"])
         elif "bound" in news and machine.rank == 0:
             for other in self._machines[1:]:
-                other.begin(self._meeting(news["bound"]))
-        elif "ready" in news and self._are_all_there():
+                other.begin(self._addresses(news["bound"]))
+        elif "ready" in news and len(ready) == len(self._options.hosts):
             self._answer_by = None
-            self._machines[0].begin(self._meeting(self._options.scheduler_port))
+            self._machines[0].begin(self._addresses(self._options.scheduler_port))
 
-    def _are_all_there(self) -> bool:
-        here = [machine for machine in self._machines if machine.is_ready]
-        return len(here) == len(self._options.hosts)
-
-    def _meeting(self, port: int) -> dict[str, Any]:
-        """Return where the scheduler is, and where rank 0 has a port for tools of torch."""
-        told = [machine.facts for machine in self._machines]
-        host = self._options.scheduler_host or meeting_host(told)
+    def _addresses(self, port: int) -> dict[str, Any]:
+        """Return the address of the scheduler, and of rank 0's port for tools of PyTorch."""
+        facts = [machine.facts for machine in self._machines]
+        host = self._options.scheduler_host or rendezvous_host(facts)
         first = next(place for place, count in enumerate(self._options.layout.workers) if count)
-        rank_0 = host if first == 0 else meeting_host([told[first], *told])
-        return {"host": host, "port": port, "master": (rank_0, told[first].get("kept", 0))}
+        rank_0 = host if first == 0 else rendezvous_host([facts[first], *facts])
+        return {"host": host, "port": port, "master": (rank_0, facts[first].get("kept", 0))}
 
     def _notice_ends(self) -> None:
         super()._notice_ends()
@@ -174,29 +171,29 @@ class Fleet(Job):
         super()._check_timeout()
         if self._answer_by is not None and time.monotonic() >= self._answer_by:
             self._answer_by = None
-            mute = [machine.name for machine in self._machines if not machine.is_ready]
+            missing = [machine.name for machine in self._machines if not machine.is_ready]
             self._set_cause(Cause(
-                f"no answer from {', '.join(mute)} within {self._patience_s:g} s, so nothing was "
-                "started; raise --start-timeout if they are only slow", 1,
+                f"no answer from {', '.join(missing)} within {self._patience_s:g} s, so nothing "
+                "was started; raise --start-timeout if they are only slow", 1,
             ))  # fmt: skip
 
 
-def meeting_host(told: Sequence[Mapping[str, Any]]) -> str:
-    """Choose the address of the scheduler by what the machines told, the first one first.
+def rendezvous_host(facts: Sequence[Mapping[str, Any]]) -> str:
+    """Choose the address of the scheduler from the facts of the machines, machine 0 first.
 
-    The address at which machine 0 was reached, else the one from which others were: then machine
-    0 is where the command was given.
+    The address at which machine 0 was reached, else the one from which others were reached: then
+    machine 0 is this one.
     """
-    candidates = [told[0].get("own", ""), *(facts.get("theirs", "") for facts in told[1:])]
+    candidates = [facts[0].get("own", ""), *(other.get("theirs", "") for other in facts[1:])]
     reached = [one for one in candidates if one and not sockets.is_loopback(one)]
     return str(reached[0]) if reached else _LOOPBACK
 
 
-# ---- what is started, and what it is told
+# ---- the followers' commands and requests
 
 
 def way_to(host: Host, options: Options) -> str:
-    """Choose how a machine is reached: here, by srun or by ssh."""
+    """Return how a machine is reached: here, srun or ssh."""
     if options.has_srun:
         return "srun"
     own = socket.gethostname()
@@ -208,7 +205,7 @@ def way_to(host: Host, options: Options) -> str:
 def command(
     host: Host, way: str, options: Options, inherited: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return the words that start the follower of a machine; no secret is among them."""
+    """Return the command that starts the follower of a machine; it contains no secret."""
     if way == "here":
         return sys.executable, *FOLLOWER
     if way == "srun":
@@ -226,7 +223,7 @@ def command(
 def request(
     options: Options, number: int, way: str, inherited: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return what a follower is told, except for the secrets."""
+    """Return the request to a follower, without the secrets."""
     stays = () if way == "here" else STAYS
     return {
         "version": version_of("fastps"),
@@ -247,19 +244,19 @@ def _python(options: Options) -> str:
 
 
 def _is_python_first() -> bool:
-    """Return whether `python` here is this one, so that it shall be there too."""
+    """Return whether `python` here is this Python, so that it must be there too."""
     found = shutil.which("python") or ""
     return pathlib.Path(found).parent == pathlib.Path(sys.executable).parent
 
 
 def _python_path(inherited: Mapping[str, str]) -> str:
-    """Return PYTHONPATH as it is meant from any folder."""
+    """Return PYTHONPATH with absolute folders."""
     words = [word for word in inherited.get("PYTHONPATH", "").split(os.pathsep) if word]
     return os.pathsep.join(map(os.path.abspath, words))
 
 
 def _local(inherited: Mapping[str, str], way: str) -> dict[str, str]:
-    """Return the environment of what is started here, which knows no token."""
+    """Return the environment of a follower's process on this machine; it has no token."""
     found = dict(inherited)
     if way != "ssh" and (path := _python_path(inherited)):
         found["PYTHONPATH"] = path
@@ -267,7 +264,7 @@ def _local(inherited: Mapping[str, str], way: str) -> dict[str, str]:
 
 
 def _token(options: Options, environment: Mapping[str, str]) -> str:
-    """Return the user's token, else a new one; ConfigError says what is wrong with it."""
+    """Return the user's token, else a new one. Raises ConfigError."""
     secret = choose_secret(options, environment, new_token="")
     if secret is None or not secret[1]:
         return secrets.token_hex(_TOKEN_BYTES)
@@ -275,7 +272,7 @@ def _token(options: Options, environment: Mapping[str, str]) -> str:
 
 
 def _describe(options: Options, environment: Mapping[str, str]) -> list[str]:
-    """Return what a start would do on every machine; what is chosen only then is left at zero."""
+    """Describe the start on every machine; values that are chosen later are shown as zero."""
     inherited = inherited_environment(environment)
     lines = ["# scheduler: a thread of fastps-run on the first machine; token, address and port "
              "are chosen at the start"]  # fmt: skip

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the machine gives the launcher: descriptors, standard streams, and memory until it is out.
+"""Limits of this machine: open files, standard streams, and kills for lack of memory.
 
-Looks before the start, so that a limit is named once and at once; decides nothing later.
+Open files are checked before the start, so that a limit that is too low is one clear error.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 from fastps.errors import FastPSError
 from fastps.launch.layout import Layout
 
-OWN_DESCRIPTORS = 40  # of the interpreter, the event loops and what a worker opens itself
-PER_CHILD, PER_MEMBER = 3, 3  # pipes and a moment's more; control connection, pulse, a newcomer
+OWN_DESCRIPTORS = 40  # of the interpreter, the event loops and the launcher's own files
+PER_CHILD, PER_MEMBER = 3, 3  # pipes and one spare; control connection, pulse, one half open
 CONTROL_GROUPS = pathlib.Path("/sys/fs/cgroup")
 OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
 _COUNTER = "oom_kill"
@@ -31,7 +31,7 @@ class StartError(FastPSError):
 
 
 def hold_standard_streams() -> None:
-    """Lead standard streams that are closed nowhere: another file would get their numbers."""
+    """Open closed standard streams on /dev/null: else another file would get their numbers."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -43,7 +43,7 @@ def hold_standard_streams() -> None:
 
 
 def provide_descriptors(layout: Layout, *, n_children: int) -> None:
-    """Raise the soft limit of open files to what the job needs; StartError where it is too low."""
+    """Raise the soft limit of open files as far as the job needs; StartError if it cannot be."""
     members = layout.size + layout.num_servers
     here = PER_MEMBER * members if layout.has_scheduler else 0
     need = OWN_DESCRIPTORS + PER_CHILD * n_children + here
@@ -52,15 +52,15 @@ def provide_descriptors(layout: Layout, *, n_children: int) -> None:
         return
     if hard != resource.RLIM_INFINITY and hard < need:
         raise StartError(
-            f"too few open files are allowed: {hard}, and this job needs {need} on this machine; "
-            f"raise the limit (`ulimit -n {need}`, LimitNOFILE of a service)",
+            f"this job needs {need} open files on this machine, but the limit is {hard}; raise it "
+            f"(`ulimit -n {need}`, or LimitNOFILE of a service)",
             exit_code=2,
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (need, hard))
 
 
 def memory_kills(own: pathlib.Path = OWN_GROUPS, root: pathlib.Path = CONTROL_GROUPS) -> int:
-    """Count what the kernel has killed for lack of memory in our control group; 0 if unknown."""
+    """Return how often the kernel killed for lack of memory in our cgroup; 0 if unknown."""
     try:
         for line in own.read_text("ascii", "replace").splitlines():
             number, controllers, path = line.split(":", 2)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One machine of a job as a part of the launcher that leads it: a process that reaches it.
+"""One machine of a job as a part of its leader: the process that runs the machine's follower.
 
-The process is ssh, srun, or for this very machine the follower itself (`follow`). Through its
-standard input go a request, orders, and the end of both, which ends all that was started there;
-through its standard output come the lines of the processes, under their names, and between them
-the follower's own words: lines that begin with a mark that only it and we know. To the loop over
-the parts of a job a machine looks like one process. Used from the launcher's main thread.
+The process is ssh, srun, or for this very machine the follower itself (follower.py). Its standard
+input carries a request and orders; the end of that input ends everything on the machine. Its
+standard output carries the lines of the processes, under their names, and the follower's own
+messages: lines that begin with a secret mark. To the job's loop a machine looks like one process.
+Used from the launcher's main thread.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from fastps.launch.limits import StartError
 from fastps.launch.output import Screen, Stream
-from fastps.launch.processes import describe_exit, die_with_parent
+from fastps.launch.processes import Subprocess, describe_exit, die_with_parent
 
-EXIT_LOST = 255  # as ssh itself has it
-MAX_REQUEST_BYTES = 1 << 20  # a pipe is asked to hold it, so that no write waits for a network
+EXIT_LOST = 255  # the exit code of ssh for a lost connection
+MAX_REQUEST_BYTES = 1 << 20  # size of the pipe, so that writes never wait for the network
 _LINE = re.compile(rb"\[(worker|server|validator|scheduler|fastps-run)(?: (\d+))?\] (.*)", re.S)
 _CLOSE_S = 3.0  # for a follower that was told to kill everything, before ssh is killed too
-# What the last words of ssh, srun or a remote shell mean, and what helps.
-_CURES = (
+# Advice for the last lines of ssh, srun or a remote shell.
+_ADVICE = (
     ("No module named .?fastps", "install the same version of fastps there for {python}, or name "
-     "another with --remote-python"),
-    ("(?i)not found|No such file", "{python} is not there: name that machine's with "
-     "--remote-python"),
-    ("(?i)resolve hostname|unknown host", "is the name right?"),
-    ("REMOTE HOST IDENTIFICATION|Host key verification", "log in once by hand, ssh {host}, to "
-     "accept its key"),
-    ("Permission denied|Too many authentication", "ssh has to get in without a question: "
-     "ssh-copy-id {host}, or --ssh-identity-file"),
-    ("refused", "no ssh server listens there: is it another --ssh-port?"),
-    ("timed out|No route|unreachable", "is it up, and can it be reached from here?"),
+     "another Python with --remote-python"),
+    ("(?i)not found|No such file", "{python} does not exist there; name that machine's Python "
+     "with --remote-python"),
+    ("(?i)resolve hostname|unknown host", "check the host name"),
+    ("REMOTE HOST IDENTIFICATION|Host key verification", "log in once by hand with `ssh {host}` "
+     "to accept its key"),
+    ("Permission denied|Too many authentication", "ssh must be able to log in without a password: "
+     "run `ssh-copy-id {host}`, or use --ssh-identity-file"),
+    ("refused", "no ssh server listens on that port; set --ssh-port"),
+    ("timed out|No route|unreachable", "check that the host is up and can be reached from here"),
 )  # fmt: skip
 
 
@@ -48,21 +48,21 @@ class MachineStream(Stream):
     """Carry the lines of one machine to the screen, each under its host and process."""
 
     def __init__(
-        self, screen: Screen, host: str, *, is_error: bool, hear: Callable[[bytes], bool]
+        self, screen: Screen, host: str, *, is_error: bool, on_line: Callable[[bytes], bool]
     ) -> None:
-        """Hear: takes a line that is no process's, and tells whether it is not to be shown."""
+        """on_line: is called with each line of no process; returns whether to hide it."""
         super().__init__(screen, "", rank=0, is_error=is_error, log=None, host=host)
         self._parts: dict[tuple[str, int], Stream] = {}
-        self._hear = hear
+        self._on_line = on_line
         self._now = 0.0
 
     def receive(self, data: bytes, *, now: float) -> None:
-        """Take bytes that came from there and show the lines they complete."""
+        """Show the lines that received bytes complete."""
         self._now = now
         super().receive(data, now=now)
 
     def flush_silent(self, *, now: float) -> None:
-        """Show what is unfinished after a silence."""
+        """Show unfinished lines after a silence."""
         super().flush_silent(now=now)
         for part in self._parts.values():
             part.flush_silent(now=now)
@@ -85,7 +85,7 @@ class MachineStream(Stream):
                 self._part(found[1].decode(), int(found[2] or 0)).receive(
                     found[3] + b"\n", now=self._now
                 )
-            elif not self._hear(line):
+            elif not self._on_line(line):
                 super()._show([line])
 
     def _part(self, role: str, rank: int) -> Stream:
@@ -96,7 +96,7 @@ class MachineStream(Stream):
         return self._parts[role, rank]
 
 
-class Machine:
+class Machine(Subprocess):
     """The follower on one machine, seen from the leader."""
 
     role = "machine"
@@ -112,77 +112,59 @@ class Machine:
         mark: str,
         python: str,
     ) -> None:
-        """Start what reaches the machine; StartError where it cannot be run.
+        """Start the process that reaches the machine. Raises StartError.
 
-        mark: begins the follower's own lines. python: of the command there, for advice.
+        mark: begins the follower's own lines. python: on that machine, for advice.
         """
         self.rank, self.name = number, host
         self.is_ready = False
-        self.facts: Mapping[str, Any] = {}  # what it told when it was ready
+        self.facts: Mapping[str, Any] = {}  # from the follower's ready message
         self.on_news: Callable[[Machine, Mapping[str, Any]], None] = lambda *_: None
         self._failure: Mapping[str, Any] | None = None
-        self._is_told = False  # that it failed
-        self._code: int | None = None  # of the follower, as it said itself
-        self._buried: int | None = None
+        self._is_failure_noticed = False
+        self._code: int | None = None  # of the follower, from its own message
+        self._return_code: int | None = None  # of the process here, once it is reaped
         self._has_begun = False
         self._mark = f"{mark} ".encode()
         self._python = python
         self._last: list[bytes] = []
         self._program = argv[0]
-        self.stderr = MachineStream(screen, host, is_error=True, hear=self._overhear)
-        self._stdout = MachineStream(screen, host, is_error=False, hear=self._hear)
+        self.stderr = MachineStream(screen, host, is_error=True, on_line=self._on_error_line)
+        self._stdout = MachineStream(screen, host, is_error=False, on_line=self._on_message)
         self._process = _start(argv, environment)
 
-    # ---- what the job's loop asks of a part ----
-
-    @property
-    def pid(self) -> int:
-        """Return the id of the process here."""
-        return self._process.pid
+    # ---- as a part of the job's loop ----
 
     @property
     def exit_code(self) -> int | None:
-        """Return the code that the job gets of it, as soon as it is known."""
+        """Return the machine's exit code for the job, as soon as it is known."""
         if self._failure is not None:
             return int(self._failure["code"])
-        if self._buried is None:
+        if self._return_code is None:
             return None
         return EXIT_LOST if self._code is None else self._code
 
     @property
     def is_alive(self) -> bool:
         """Return whether the end of the process here has not been noticed yet."""
-        return self._buried is None
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        """Return the streams of output."""
-        return self._stdout, self.stderr
-
-    def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
-        """Pair each pipe with its stream."""
-        for pipe, stream in (
-            (self._process.stdout, self._stdout), (self._process.stderr, self.stderr)
-        ):  # fmt: skip
-            if pipe is not None and not pipe.closed:
-                yield pipe, stream
+        return self._return_code is None
 
     def notice_end(self) -> bool:
-        """Return whether the process here has ended since the last call, and then bury it."""
-        if self._buried is not None or self._process.poll() is None:
+        """Reap the process here if it has ended; return whether it has since the last call."""
+        if self._return_code is not None or self._process.poll() is None:
             return False
-        self._buried = self._process.returncode
+        self._return_code = self._process.returncode
         self._close()
         return True
 
     def notice_failure(self) -> bool:
-        """Return whether word of a failure there has come since the last call."""
-        is_new = self._failure is not None and not self._is_told
-        self._is_told = self._is_told or is_new
+        """Return whether the follower has reported a failure since the last call."""
+        is_new = self._failure is not None and not self._is_failure_noticed
+        self._is_failure_noticed = self._failure is not None
         return is_new
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end, kill what does not come to it, and bury it."""
+        """Wait for the end, kill the process if it takes too long, and reap it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(min(timeout_s, _CLOSE_S))
         self._kill()
@@ -191,7 +173,7 @@ class Machine:
         self.notice_end()
 
     def send(self, number: int, *, why: str = "") -> None:
-        """Order the follower to pass a signal on; one that has not begun just ends."""
+        """Order the follower to send a signal to its parts; end one that has not begun."""
         if not self.is_alive:
             return
         if self._has_begun:
@@ -202,12 +184,12 @@ class Machine:
             self._kill()
 
     def pass_on(self, number: int) -> None:
-        """Order the follower to pass a signal on that ends nothing."""
+        """Order the follower to forward a signal that is for the programs alone."""
         if self.is_alive and self._has_begun:
             self.order({"signal": number})
 
     def describe(self) -> str:
-        """Return who failed there, or what of the way to it."""
+        """Return what failed: a process there, the follower, or the connection to it."""
         if self._failure is not None:
             return f"{self._failure['who']} on {self.name}" if self.has_culprit else self.name
         if self._code is not None:
@@ -220,13 +202,14 @@ class Machine:
         """Return in words how that ended."""
         if self._failure is not None:
             how = str(self._failure["how"])
-            return how if self.has_culprit else f"cannot go on: {how}"
+            return how if self.has_culprit else f"cannot continue: {how}"
         if self._code is not None:
             return describe_exit(self._code)
-        said = self._words_of_ssh()
+        error = self._error_of_ssh()
         if self.is_ready:
-            return f"was lost{said and f': {said}'}"
-        return f"by {self._program}: {said or describe_exit(self._buried or 0)}{self._cure(said)}"
+            return f"was lost{error and f': {error}'}"
+        how = error or describe_exit(self._return_code or 0)
+        return f"by {self._program}: {how}{self._advice(error)}"
 
     # ---- for the leader ----
 
@@ -237,23 +220,26 @@ class Machine:
 
     @property
     def accusation(self) -> str:
-        """Return what the part that failed there says of another one; empty if nothing."""
+        """Return what the failed part there reports about another one; empty if nothing."""
         return str(self._failure["accusation"]) if self._failure else ""
 
     @property
-    def last_words(self) -> str:
-        """Return what the one that failed there last said, as a sentence."""
+    def last_output(self) -> str:
+        """Return the last output of the failed process there, as a sentence."""
         return str(self._failure["words"]) if self._failure and self.has_culprit else ""
 
     def order(self, words: Mapping[str, Any]) -> None:
-        """Write one line to the follower; nothing if it has gone, StartError if it is too long."""
+        """Write one line to the follower, unless it has gone; StartError if it is too long."""
         stdin, line = self._process.stdin, json.dumps(words).encode() + b"\n"
         if stdin is None or stdin.closed:
             return
         with contextlib.suppress(BrokenPipeError):
             written = stdin.write(line)
             if written and written < len(line):
-                text = "command and settings are too long to be sent to a machine"
+                text = (
+                    f"command and settings have {len(line)} bytes, too long to be sent to "
+                    f"{self.name} (at most {MAX_REQUEST_BYTES}); shorten the command or --env"
+                )
                 raise StartError(text, exit_code=2)
 
     def begin(self, words: Mapping[str, Any]) -> None:
@@ -261,8 +247,8 @@ class Machine:
         self._has_begun = True
         self.order(words)
 
-    def _hear(self, line: bytes) -> bool:
-        """Take the follower's own lines; what a shell there says before them is not shown."""
+    def _on_message(self, line: bytes) -> bool:
+        """Handle the follower's messages; hide what a shell there writes before them."""
         if not line.startswith(self._mark):
             return not self.is_ready
         news: Mapping[str, Any] = json.loads(line[len(self._mark) :])
@@ -275,24 +261,24 @@ class Machine:
         self.on_news(self, news)
         return True
 
-    def _overhear(self, line: bytes) -> bool:
-        """Keep what ssh says, and show it between the machine's first word and its last."""
+    def _on_error_line(self, line: bytes) -> bool:
+        """Keep the last lines of ssh; hide them before the follower is ready and after its end."""
         if line.strip():
             self._last = [*self._last[-4:], line]
         return not self.is_ready or self._code is not None
 
-    def _words_of_ssh(self) -> str:
-        """Choose the line that tells most of what ssh, or the shell there, said."""
+    def _error_of_ssh(self) -> str:
+        """Return the line of ssh, or of the shell there, that explains most."""
         lines = [line.decode(errors="replace").strip() for line in self._last]
         for line in reversed(lines):
-            if any(re.search(pattern, line) for pattern, _ in _CURES):
+            if any(re.search(pattern, line) for pattern, _ in _ADVICE):
                 return line
         return lines[-1] if lines else ""
 
-    def _cure(self, said: str) -> str:
-        for pattern, cure in _CURES:
-            if re.search(pattern, said):
-                return "; " + cure.format(host=self.name, python=self._python)
+    def _advice(self, error: str) -> str:
+        for pattern, advice in _ADVICE:
+            if re.search(pattern, error):
+                return "; " + advice.format(host=self.name, python=self._python)
         return ""
 
     def _close(self) -> None:
@@ -319,9 +305,9 @@ def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Po
             preexec_fn=die_with_parent(os.getpid(), False),  # safe: no thread yet
         )
     except OSError as error:
-        cure = "; install an ssh client" if argv[0] == "ssh" else ""
+        advice = "; install an ssh client" if argv[0] == "ssh" else ""
         raise StartError(
-            f"cannot start {argv[0]}: {error.strerror}{cure}", exit_code=127
+            f"cannot start {argv[0]}: {error.strerror}{advice}", exit_code=127
         ) from error
     assert process.stdin is not None
     with contextlib.suppress(OSError):

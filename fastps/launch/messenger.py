@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the scheduler of processes that end, since one that never joined has no connection to end.
+"""Report ended processes to the scheduler, which knows nothing of those that never joined.
 
-On the scheduler's machine it is told at once; from others by a connection, which a thread makes,
-so that the loop over the processes never waits. Only what ends within the time of the start is
-told: later the scheduler knows everybody. Used from the launcher's main thread.
+On the scheduler's machine the report is a call; from other machines it is a connection, which a
+thread makes, so that the job's loop never waits. Only ends within the start timeout are reported:
+later the scheduler knows every member. Used from the launcher's main thread.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import time
 from collections.abc import Mapping, Sequence
 
 from fastps.config import Config, load
-from fastps.control.dial import tell_absent
+from fastps.control.dial import report_absent
 from fastps.control.protocol import Absent, text_of
 from fastps.errors import FastPSError
-from fastps.launch.attendant import Attendant
+from fastps.launch.cause_listener import CauseListener
 from fastps.launch.options import Options
 from fastps.launch.plan import ProcessSpec
 from fastps.launch.processes import Child
 from fastps.launch.scheduler import SchedulerThread
 
-TELL_S = 2.0  # for a scheduler on another machine to be told
+REPORT_S = 2.0  # for a report to a scheduler on another machine
 
 
 class Messenger:
-    """Knows the scheduler of the job, here or elsewhere."""
+    """The launcher's messages to the job's scheduler, on this machine or another one."""
 
     def __init__(
         self, options: Options, inherited: Mapping[str, str], plan: Sequence[ProcessSpec]
     ) -> None:
-        """Start with the start of the job; plan: its processes on this machine."""
+        """Create it when the job starts; plan: its processes on this machine."""
         self.scheduler: SchedulerThread | None = None
         self._environs = {
             (spec.role, spec.rank): {**inherited, **spec.environment}
             for spec in plan
-            if options.layout.has_meeting
+            if options.layout.needs_scheduler
         }
         first = next(iter(self._environs.values()), None)
         timeout_s = 0.0 if first is None else load(environ=first).start_timeout_s
         self._until = time.monotonic() + timeout_s
         self._threads: list[threading.Thread] = []
-        self._attendant: Attendant | None = None
+        self._cause_listener: CauseListener | None = None
 
-    def attend(self) -> Attendant | None:
-        """Hear of the first cause from a scheduler elsewhere, once all processes are started."""
+    def listen_for_cause(self) -> CauseListener | None:
+        """Listen to a scheduler on another machine, once all processes are started."""
         place, environ = next(iter(self._environs.items()), (None, None))
         if place is not None and environ is not None:
-            self._attendant = Attendant(load(environ=environ), place)
-        return self._attendant
+            self._cause_listener = CauseListener(load(environ=environ), place)
+        return self._cause_listener
 
-    def tell_end(self, child: Child) -> None:
-        """Tell that a process has ended by itself, well or not."""
+    def report_end(self, child: Child) -> None:
+        """Report that a process has ended by itself, with success or not."""
         environ = self._environs.get((child.role, child.rank))
         if environ is None or time.monotonic() > self._until:
             return
@@ -63,26 +63,26 @@ class Messenger:
             child.role, child.rank, text_of(socket.gethostname()), child.pid, text_of(cause)
         )
         if self.scheduler is not None:
-            self.scheduler.tell_absent(message)
+            self.scheduler.report_absent(message)
             return
         thread = threading.Thread(
-            target=self._tell_far,
+            target=self._report_remote,
             args=(load(environ=environ), message),
-            name="fastps:tell",
+            name="fastps:report",
             daemon=True,
         )
         thread.start()
         self._threads.append(thread)
 
-    def _tell_far(self, settings: Config, message: Absent) -> None:
-        """Tell a scheduler elsewhere; where it cannot be reached, it has ended or will wait."""
+    def _report_remote(self, settings: Config, message: Absent) -> None:
+        """Report to another machine; a scheduler out of reach has ended, or waits in vain."""
         with contextlib.suppress(FastPSError, OSError):
-            tell_absent(settings, message, timeout_s=TELL_S)
+            report_absent(settings, message, timeout_s=REPORT_S)
 
     def close(self) -> None:
-        """Wait until all is told, up to 2 seconds."""
-        if self._attendant is not None:
-            self._attendant.close()
-        until = time.monotonic() + TELL_S
+        """Wait until all reports are sent, up to REPORT_S."""
+        if self._cause_listener is not None:
+            self._cause_listener.close()
+        until = time.monotonic() + REPORT_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))

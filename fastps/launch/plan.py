@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes make one job, with which words and variables: pure.
+"""The processes of one job, with their command lines and environment: pure.
 
-Turns `Options` into a list of `ProcessSpec`, in the order of starting: servers, workers; and says
-with which variables the scheduler runs in the launcher. Starts nothing, reads nothing. Invariant:
-`environment` holds only what the launcher adds to the variables a process inherits, and secrets
-appear in no rendered text.
+Turns `Options` into a list of `ProcessSpec` in the order of starting (servers, workers,
+validators), and returns the environment of the scheduler. Starts nothing, reads nothing.
+Invariants: `environment` holds only what the launcher adds to the inherited variables, and
+rendered text contains no secrets.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from fastps.launch.timeline import variables
 from fastps.launch.torch_names import NAMES, OUTER_PREFIX, worker_variables
 
 SERVER_COMMAND = command_of("fastps.server.main")
-# A value of these must not reach the children from the caller's environment: each process needs
-# its own, or the launcher gives a new one.
+# The children must not inherit these: each process gets its own value, or the launcher a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK",
                  *NAMES)  # fmt: skip
-# What gdb is told: to run the program and end with its code, or to show where it was stopped by a
-# signal, and end as a shell does. A line that has nothing to say fails, and gdb takes the next.
+# Commands for gdb: run the program and end with its code, or show where a signal stopped it and
+# end as a shell does. A command that does not apply fails, and gdb runs the next one.
 GDB = ("set confirm off", "run", "quit $_exitcode", "bt", "quit 128 + $_exitsignal",
        "quit 128 + $_siginfo.si_signo")  # fmt: skip
 _GDB = ("FASTPS_ENABLE_GDB", "BYTEPS_ENABLE_GDB")
@@ -36,12 +35,12 @@ _SECRET = re.compile("token|secret|passw|pwd|credential|auth|key", re.IGNORECASE
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What the processes of one job have in common: its name, its secret, where they meet."""
+    """What the processes of one job have in common: its name, its secret, its addresses."""
 
     job_id: str
     secret: tuple[str, str] | None  # FASTPS_TOKEN and the token, or FASTPS_TOKEN_FILE and a path
-    scheduler: tuple[str, int] | None  # host and port; None when nobody meets anybody
-    master: tuple[str, int] | None = None  # rank 0's host and a port that is kept for it
+    scheduler: tuple[str, int] | None  # host and port; None for a single worker
+    master: tuple[str, int] | None = None  # rank 0's host and a port reserved for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class ProcessSpec:
     rank: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    has_stdin: bool = False  # the launcher's own; else it reads nothing
+    has_stdin: bool = False  # the launcher's standard input; else /dev/null
 
     @property
     def name(self) -> str:
@@ -60,7 +59,7 @@ class ProcessSpec:
         return name_of(self.role, self.rank)
 
     def render(self) -> str:
-        """Return the process as a line for a shell, secrets masked."""
+        """Return the process as a line for a shell, with secrets masked."""
         settings = [
             f"{name}={'***' if _is_secret(name) else shlex.quote(value)}"
             for name, value in sorted(self.environment.items())
@@ -69,7 +68,7 @@ class ProcessSpec:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a value must not be shown; of our own settings one alone is a secret."""
+    """Return whether a value must not be shown; the only secret setting is FASTPS_TOKEN."""
     is_ours = name.startswith("FASTPS_")
     return name == "FASTPS_TOKEN" if is_ours else bool(_SECRET.search(name))
 
@@ -84,7 +83,7 @@ def make_plan(
 ) -> tuple[ProcessSpec, ...]:
     """List the processes of a job on this machine.
 
-    inherited: the caller's variables, looked at only to leave the user's own choices alone.
+    inherited: the caller's environment, read only to respect the user's own choices.
     """
     common = _common(options, identity)
     if options.timeline is not None:
@@ -102,7 +101,7 @@ def make_plan(
             | common
             | _worker(options, rank, cpus=cpus, inherited=inherited)
         )
-        is_alone = not options.layout.has_meeting
+        is_alone = not options.layout.needs_scheduler
         plan.append(ProcessSpec("worker", rank, command, environment, has_stdin=is_alone))
     for rank in options.layout.validator_ranks:
         environment = {**common, "FASTPS_ROLE": "validator", "FASTPS_RANK": str(rank)}
@@ -111,7 +110,7 @@ def make_plan(
 
 
 def _under_gdb(options: Options, given: Mapping[str, str]) -> tuple[str, ...]:
-    """Let gdb run a worker where it is asked for, and show where it crashed."""
+    """Return a worker's command, under gdb if that is asked for."""
     is_set = load({}, {name: given[name] for name in _GDB if name in given}).enable_gdb
     if not (options.has_gdb or is_set):
         return options.command
@@ -120,12 +119,12 @@ def _under_gdb(options: Options, given: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def scheduler_environment(options: Options, identity: Identity) -> dict[str, str]:
-    """Return the variables that the scheduler is set up with."""
+    """Return the environment of the scheduler."""
     return {**_common(options, identity), "FASTPS_ROLE": "scheduler"}
 
 
 def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what processes of the job inherit of the caller's variables."""
+    """Return the caller's variables that processes of the job inherit."""
     return {
         name: value
         for name, value in environment.items()
@@ -134,17 +133,17 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def goes_on(options: Options, inherited: Mapping[str, str]) -> bool:
-    """Return whether the others go on when a worker fails."""
-    given = {**inherited, **_asked(options), **dict(options.environment)}
+    """Return whether the other workers continue when a worker fails."""
+    given = {**inherited, **_on_loss(options), **dict(options.environment)}
     return given.get("FASTPS_ON_LOSS", "").strip() == "reweight"
 
 
 def choose_secret(
     options: Options, environment: Mapping[str, str], *, new_token: str
 ) -> tuple[str, str] | None:
-    """Choose the variable that leads to the job's token: the user's, else a new token.
+    """Return the variable with the job's token, and its value: the user's, else a new token.
 
-    On several machines there can be no new one: None when the user gave none.
+    On several machines the launcher cannot make a new one: None when the user gave none.
     """
     given = {**environment, **dict(options.environment)} if options.layout.is_spread else {}
     if options.token_file is not None:
@@ -156,7 +155,7 @@ def choose_secret(
 
 
 def choose_job_id(options: Options, environment: Mapping[str, str], *, new_id: str) -> str:
-    """Name the job: as the user says, else anew, or on several machines by the port."""
+    """Return the job's name: the user's, else a new one, or on several machines the port's."""
     if options.job_id or not options.layout.is_spread:
         return options.job_id or new_id
     return environment.get("FASTPS_JOB_ID") or f"job-{options.scheduler_port}"
@@ -167,9 +166,10 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
         "FASTPS_JOB_ID": identity.job_id,
         "FASTPS_SIZE": str(options.layout.size),
         "FASTPS_NUM_SERVERS": str(options.layout.num_servers),
-        **_judged(options),
         "PYTHONUNBUFFERED": "1",
     }
+    if options.layout.num_validators:
+        settings["FASTPS_NUM_VALIDATORS"] = str(options.layout.num_validators)
     if options.log_level:
         settings["FASTPS_LOG_LEVEL"] = options.log_level
     if identity.secret is not None:
@@ -182,21 +182,16 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
         "FASTPS_ENGINE_THREADS": options.server_threads,
         "FASTPS_IO_THREADS": options.io_threads,
     }
-    settings |= _asked(options)
+    settings |= _on_loss(options)
     settings.update({name: f"{value:g}" for name, value in optional.items() if value is not None})
     return settings | {
         name: value
         for name, value in options.environment
-        if name not in NAMES  # which are for workers alone
+        if name not in NAMES  # only workers get these
     }
 
 
-def _judged(options: Options) -> dict[str, str]:
-    count = options.layout.num_validators
-    return {"FASTPS_NUM_VALIDATORS": str(count)} if count else {}
-
-
-def _asked(options: Options) -> dict[str, str]:
+def _on_loss(options: Options) -> dict[str, str]:
     return {} if options.on_loss is None else {"FASTPS_ON_LOSS": options.on_loss}
 
 

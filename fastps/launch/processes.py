@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One child process: started in a group of its own, signalled as a group, buried once.
+"""Child processes: started in a group of their own, signalled as a group, reaped once.
 
-Moves signals and exit states; decides nothing about when. Invariants: the kernel kills a child
-when the launcher dies (PR_SET_PDEATHSIG). Orphans of a child become children of the launcher
+Moves signals and exit states; does not decide when. Invariants: the kernel kills a child when the
+launcher dies (PR_SET_PDEATHSIG). Orphans of a child become children of the launcher
 (PR_SET_CHILD_SUBREAPER), and `sweep` finds them. A process id is signalled only before it is
-reaped, so that a reused id is never hit. Used from the launcher's main thread, and
-processes are started while there is no other.
+reaped, so that a reused id is never hit. Used from the launcher's main thread; processes are
+started while it is the only thread.
 """
 
 from __future__ import annotations
@@ -27,13 +27,38 @@ from fastps.launch.plan import ProcessSpec
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _STDIN = 0
-_SWEEP_GRACE_S = 1.0  # helpers of a dead worker that tidy up (shared memory trackers) get this
+_SWEEP_GRACE_S = 1.0  # for helpers of a dead worker, such as shared memory trackers, to clean up
 _SWEEP_LIMIT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Child:
-    """A started process with its two streams."""
+class Subprocess:
+    """A started process with its two streams: what Child and Machine share."""
+
+    _process: subprocess.Popen[bytes]
+    _stdout: Stream
+    stderr: Stream
+
+    @property
+    def pid(self) -> int:
+        """Return the process id, which is also the id of the group."""
+        return self._process.pid
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Return the streams of output."""
+        return self._stdout, self.stderr
+
+    def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
+        """Pair each pipe that is still open with its stream."""
+        pipes = (self._process.stdout, self._process.stderr)
+        for pipe, stream in zip(pipes, self.streams, strict=True):
+            if pipe is not None and not pipe.closed:
+                yield pipe, stream
+
+
+class Child(Subprocess):
+    """A process of the job on this machine."""
 
     def __init__(
         self,
@@ -48,24 +73,14 @@ class Child:
         self.name = spec.name
         self.rank = spec.rank
         self.exit_code: int | None = None
-        self.stderr = open_stream(
-            screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=True
-        )
-        self._stdout = open_stream(
-            screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=False
+        self._stdout, self.stderr = (
+            open_stream(
+                screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=is_error
+            )
+            for is_error in (False, True)
         )
         self._memory_kills = memory_kills()
         self._process = _start(spec, inherited=inherited)
-
-    @property
-    def pid(self) -> int:
-        """Return the process id, which is also the id of the group."""
-        return self._process.pid
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        """Return the streams of output."""
-        return self._stdout, self.stderr
 
     @property
     def is_alive(self) -> bool:
@@ -74,35 +89,26 @@ class Child:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether SIGSTOP or the like holds the process, as the kernel says."""
+        """Return whether a signal such as SIGSTOP has stopped the process."""
         with contextlib.suppress(OSError):
             state = pathlib.Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2]
             return self.is_alive and state.split()[0] == b"T"
         return False
 
-    def pipes(self) -> Iterator[tuple[IO[bytes], Stream]]:
-        """Pair each pipe that is still open with its stream."""
-        for pipe, stream in (
-            (self._process.stdout, self._stdout),
-            (self._process.stderr, self.stderr),
-        ):
-            if pipe is not None and not pipe.closed:
-                yield pipe, stream
-
     def notice_end(self) -> bool:
-        """Return whether the process has ended since the last call, and then bury it."""
+        """Reap the process if it has ended; return whether it has since the last call."""
         if self.exit_code is not None or self._process.poll() is None:
             return False
         self.exit_code = self._process.returncode
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end and bury the process; give up silently at the deadline."""
+        """Wait for the end and reap the process; return silently at the deadline."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.exit_code = self._process.wait(timeout_s)
 
     def send(self, number: int, *, why: str = "") -> None:
-        """Send a signal to the whole group, waking it if it was stopped; no-op after the end.
+        """Send a signal to the whole group, and resume it if it is stopped; no-op after the end.
 
         why: ignored; a signal carries no text.
         """
@@ -114,7 +120,7 @@ class Child:
                 os.killpg(self.pid, signal.SIGCONT)
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to the process alone: its helpers need not know what it means."""
+        """Send a signal to the process, but not to its helpers, which may not expect it."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -127,7 +133,7 @@ class Child:
         """Return in words how the process ended."""
         how = describe_exit(self.exit_code or 0)
         if self.exit_code == -signal.SIGKILL and memory_kills() > self._memory_kills:
-            return f"{how}: the kernel had no memory left in this control group (oom_kill)"
+            return f"{how}: the kernel had no memory left in its control group (OOM killer)"
         return how
 
 
@@ -142,20 +148,20 @@ def describe_exit(code: int) -> str:
 
 
 def become_subreaper() -> None:
-    """Make orphans of children children of this process, so that `sweep` finds them."""
+    """Become the parent of the children's orphans, so that `sweep` finds them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def helpers() -> list[int]:
-    """Bury what has ended; return the processes that ended ones have left to this process.
+    """Reap ended orphans; return the processes that ended children have left behind.
 
-    Call when all known children are buried.
+    Call when all known children are reaped.
     """
-    return _descendants(os.getpid()) if _bury_orphans() else []
+    return _descendants(os.getpid()) if _reap_orphans() else []
 
 
 def end_helpers(pids: Sequence[int]) -> None:
-    """Ask processes to end, and wake those that are stopped."""
+    """Send SIGTERM to processes, and resume those that are stopped."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -163,12 +169,12 @@ def end_helpers(pids: Sequence[int]) -> None:
 
 
 def sweep() -> list[int]:
-    """End and bury every child left to this process; give the ids that could not be ended.
+    """End and reap every process left behind; return the ids of those that could not be ended.
 
-    Call when all known children are buried. Blocks up to 5 seconds.
+    Call when all known children are reaped. Blocks up to 5 seconds.
     """
     start = time.monotonic()
-    while _bury_orphans():
+    while _reap_orphans():
         elapsed = time.monotonic() - start
         left = _descendants(os.getpid())
         if elapsed > _SWEEP_LIMIT_S:
@@ -181,8 +187,8 @@ def sweep() -> list[int]:
     return []
 
 
-def _bury_orphans() -> bool:
-    """Reap what has ended; tell whether children are left."""
+def _reap_orphans() -> bool:
+    """Reap the children that have ended; return whether others are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -225,14 +231,14 @@ def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Pop
 
 
 def _has_terminal() -> bool:
-    """Return whether standard input is our terminal, and we are who may read from it."""
+    """Return whether standard input is our terminal, and we are its foreground group."""
     with contextlib.suppress(OSError):
         return os.tcgetpgrp(_STDIN) == os.getpgrp()
     return False
 
 
 def give_terminal(group: int) -> None:
-    """Make a process group the one that reads from our terminal and hears its Ctrl-C, if any."""
+    """Make a process group the foreground group of our terminal, if there is one."""
     old = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTTOU,))
     with contextlib.suppress(OSError):
         os.tcsetpgrp(_STDIN, group)
@@ -240,22 +246,22 @@ def give_terminal(group: int) -> None:
 
 
 def die_with_parent(parent: int, has_terminal: bool) -> Callable[[], None]:
-    """Make the function that runs in the child before its program."""
+    """Return the function that runs in the child before its program."""
 
     def prepare() -> None:
         if has_terminal:
             give_terminal(os.getpid())
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the launcher died before the line above
             os._exit(1)
 
     return prepare
 
 
 def hold_folder(path: pathlib.Path) -> pathlib.Path:
-    """Open a folder, made for this user alone if missing; give a way to it that nobody can swap.
+    """Open a folder, made for this user alone if missing; return a path that cannot be swapped.
 
-    Raises OSError, also when the path ends in a symbolic link.
+    The path goes through the open descriptor. Raises OSError, also for a symbolic link.
     """
     former = os.umask(0o077)
     try:
@@ -269,12 +275,12 @@ def hold_folder(path: pathlib.Path) -> pathlib.Path:
 def open_stream(
     screen: Screen, role: str, *, rank: int, output_dir: pathlib.Path | None, is_error: bool
 ) -> Stream:
-    """Make the way of one pipe's lines to the screen and, if there is a folder, to a file."""
+    """Return the stream of one pipe's lines to the screen and, with output_dir, to a file."""
     log: BinaryIO | None = None
     if output_dir is not None:
         kind = "stderr" if is_error else "stdout"
         path = output_dir / f"{name_of(role, rank).replace(' ', '-')}.{kind}"
-        path.unlink(missing_ok=True)  # what is made anew is no link, no pipe, and ours
+        path.unlink(missing_ok=True)  # a new file is a regular file of ours, not a link or pipe
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         log = os.fdopen(os.open(path, flags, 0o600), "wb")
     return Stream(screen, role, rank=rank, is_error=is_error, log=log)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job is doing: one line under the output of fastps-run, and `fastps top`.
+"""The pace of a job: one line under the output of fastps-run, and `fastps top`.
 
-Both ask the processes of this machine themselves (telemetry/watch.py); of a job that was started
-on several from one command each machine tells its own, and the leader puts them together. Threads:
-fastps:live asks, so that a process that is stopped holds nobody up; the loop over the processes
-takes from there what it shows or tells.
+Both query the processes of this machine (telemetry/watch.py). In a job that a leader started on
+several machines, each follower forwards its machine's share, and the leader merges them. Threads:
+fastps:live queries, so that a stopped process delays nothing; the job's loop shows or forwards the
+latest result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastps.telemetry.watch import Flow, Pace, in_bytes, in_one_line, look, pace
 
 PERIOD_S = 2.0
 _STOP_S = 2.0
-_MOST_TOLD = 1000  # workers of one machine, so that a line to the leader stays whole
+_MOST_WORKERS = 1000  # of one machine, so that a line to the leader stays whole
 _CLEAR = "\x1b[H\x1b[J"
 _ROW = "{:<23}{:>9}{:>9}{:>12}{:>12}{:>12}{:>9}{:>7}"
 _HEAD = ("process", "steps/s", "ops/s", "reduced/s", "sent/s", "received/s", "waiting", "links")
 
 
 class LiveLine:
-    """The line of a job on this machine, made anew every PERIOD_S seconds until close()."""
+    """The line of a job on this machine, updated every PERIOD_S seconds until close()."""
 
     def __init__(self, job_id: str) -> None:
         self.paces: list[Pace] = []
@@ -38,7 +38,7 @@ class LiveLine:
         self._thread.start()
 
     def show(self, screen: Screen) -> None:
-        """Put what is known now below the output."""
+        """Show the latest paces below the output."""
         screen.live(in_one_line(self.paces))
 
     def close(self) -> None:
@@ -54,55 +54,55 @@ class LiveLine:
             before = after
 
 
-class ToldLine(LiveLine):
-    """A machine's share of the line, told to who leads the job instead of shown."""
+class ForwardedLine(LiveLine):
+    """A machine's share of the line, forwarded to the leader instead of shown."""
 
-    def __init__(self, job_id: str, tell: Callable[[list[list[float]]], None]) -> None:
-        """Tell: hands on what `JointLine.hear` takes; called in the thread that shows."""
+    def __init__(self, job_id: str, forward: Callable[[list[list[float]]], None]) -> None:
+        """Forward: sends the argument of `MergedLine.update`; called in the thread that shows."""
         super().__init__(job_id)
-        self._tell = tell
-        self._told = self.paces
+        self._forward = forward
+        self._forwarded = self.paces
 
     def show(self, screen: Screen) -> None:
-        """Tell what has not been told."""
-        if self._told is not self.paces:
-            self._told = self.paces
-            self._tell(_told(self._told))
+        """Forward new paces."""
+        if self._forwarded is not self.paces:
+            self._forwarded = self.paces
+            self._forward(_pack(self._forwarded))
 
     def close(self) -> None:
-        """Stop, and say that nobody works here any more; idempotent."""
+        """Stop, and forward that no worker runs here any more; idempotent."""
         super().close()
-        self._tell([])
+        self._forward([])
 
 
-class JointLine:
-    """The line of a job on several machines, of what each of them tells last."""
+class MergedLine:
+    """The line of a job on several machines, from the latest share of each."""
 
     def __init__(self) -> None:
         self._paces: dict[int, list[Pace]] = {}
 
-    def hear(self, machine: int, told: Sequence[Sequence[float]]) -> None:
-        """Take what a machine has told, in place of what it told before."""
-        self._paces[machine] = [_heard(*words) for words in told]
+    def update(self, machine: int, packed: Sequence[Sequence[float]]) -> None:
+        """Replace a machine's share."""
+        self._paces[machine] = [_unpack(*fields) for fields in packed]
 
     def show(self, screen: Screen) -> None:
-        """Put what is known now below the output."""
+        """Show the latest paces below the output."""
         screen.live(in_one_line([one for found in self._paces.values() for one in found]))
 
     def close(self) -> None:
         """Do nothing: there is no thread."""
 
 
-def _told(found: Sequence[Pace]) -> list[list[float]]:
-    """Return of each worker, in numbers that JSON can carry, what the line is made of."""
+def _pack(found: Sequence[Pace]) -> list[list[float]]:
+    """Return the numbers of each worker that the line needs, for JSON."""
     return [
         [one.about["rank"], *(float(f"{value:.4g}") for value in (
             one.steps, one.operations, one.bytes_started, one.waiting))]
         for one in found if one.about["role"] == "worker"
-    ][:_MOST_TOLD]  # fmt: skip
+    ][:_MOST_WORKERS]  # fmt: skip
 
 
-def _heard(
+def _unpack(
     rank: float, steps: float, operations: float, bytes_started: float, waiting: float
 ) -> Pace:
     about = {"role": "worker", "rank": int(rank)}
@@ -113,14 +113,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `fastps top`."""
     seconds = number("a number of seconds", float, 0.1, 3600)
     parser.add_argument(
-        "--job", default="", metavar="ID", help="of this job alone (FASTPS_JOB_ID)"
+        "--job", default="", metavar="ID", help="show only this job (FASTPS_JOB_ID)"
     )
-    parser.add_argument("--every", type=seconds, default=2.0, metavar="S", help="default 2")
-    parser.add_argument("--once", action="store_true", help="show one table and end")
+    parser.add_argument(
+        "--every",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="seconds per update (default 2)",
+    )
+    parser.add_argument("--once", action="store_true", help="show one table and exit")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Show what the processes of a job do, by the second; give 1 where there are none."""
+    """Show what the processes of a job do, until they end; return 1 once there are none."""
     before = look(parsed.job)
     while before:
         time.sleep(parsed.every)
@@ -132,14 +138,14 @@ def run(parsed: argparse.Namespace) -> int:
             return 0
         before = after
     sys.stderr.write(
-        "fastps top: no process of this user tells of itself on this machine; a job of several "
-        "processes does, unless FASTPS_STATUS=0\n"
+        "fastps top: no process of this user publishes its status on this machine; processes of "
+        "a job do, unless FASTPS_STATUS=0\n"
     )
     return 1
 
 
 def table(found: Sequence[Pace]) -> Iterator[str]:
-    """Write a table: for each job its line, and a row for each process."""
+    """Yield the lines of a table: for each job its line, and a row for each process."""
     for job in dict.fromkeys(one.about["job"] for one in found):
         members = [one for one in found if one.about["job"] == job]
         yield f"{job or 'a job without a name'}: {in_one_line(members)}"
@@ -157,7 +163,7 @@ def _row(one: Pace) -> str:
 
 
 def _link_row(one: Flow) -> str:
-    """Write a row below that of its process, with the same columns."""
+    """Return a link's row below that of its process, with the same columns."""
     name = f"  to {one.peer}, {one.way}"
     rates = [in_bytes(n) for n in (one.bytes_sent, one.bytes_received)]
     return _ROW.format(name, "", "", "", *rates, "", "").rstrip()

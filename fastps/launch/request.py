@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of one machine's share as what JSON can carry, and back: pure."""
+"""Convert the options of one machine's share to JSON types, and back: pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastps.launch.options import Options
 from fastps.launch.secrets import TOKEN_NAMES
 
 _PATHS = ("output_dir", "timeline")
-# What of the options is the leader's own business.
+# Options that only the leader uses, or that are converted below.
 _LEADERS = ("command", "layout", "environment", "hosts", "is_placed", "is_counted", "has_srun",
             "ssh_port", "ssh_identity", "ssh_args", "remote_python", "is_dry_run", "token_file",
             "scheduler_host", "timeout_s", "restarts", "colour")  # fmt: skip
 
 
 def pack(options: Options, machine: int) -> dict[str, Any]:
-    """Write the options of one machine as what JSON can carry."""
+    """Convert the options of one machine to JSON types."""
     fields = [field.name for field in dataclasses.fields(Options) if field.name not in _LEADERS]
     found = {name: getattr(options, name) for name in fields}
     found |= {name: found[name] and str(found[name]) for name in _PATHS}
@@ -32,7 +32,7 @@ def pack(options: Options, machine: int) -> dict[str, Any]:
 
 
 def unpack(words: Mapping[str, Any]) -> Options:
-    """Make the options again."""
+    """Convert JSON types back to options."""
     given = dict(words)
     layout = given.pop("layout")
     counts = (tuple(layout[name]) for name in ("workers", "servers", "validators", "names"))

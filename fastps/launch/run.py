@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of fastps-run: find the token, hold the port, start the parts, return the code.
+"""Entry point of fastps-run: choose token and ports, start the parts, return the exit code.
 
-Everything that the job needs and no part owns is made here: the listening sockets of the
-scheduler, bound before any process is started, so that their port is known and nobody else can
-take it, and the job's name and token. Runs in the main thread of a process of its own.
+Makes what the job needs and no part owns: the job's name and token, and the listening sockets of
+the scheduler. They are bound before any process starts, so that the port is known and cannot be
+taken. Runs in the main thread of a process of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fastps.launch.processes import (
     hold_folder,
     open_stream,
 )
-from fastps.launch.progress_line import LiveLine, ToldLine
+from fastps.launch.progress_line import ForwardedLine, LiveLine
 from fastps.launch.scheduler import SchedulerThread
 from fastps.launch.secrets import Handout
 from fastps.launch.torch_names import KeptPort, port_beside
@@ -64,22 +64,22 @@ _LOOPBACK = "127.0.0.1"
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
-    """What the scheduler's thread is made of: its settings, and sockets that hold its port."""
+class SchedulerSetup:
+    """What the scheduler's thread needs: its settings, and the bound sockets of its port."""
 
     settings: Config
     listeners: list[socket.socket]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and give the exit code."""
+    """Run the command line and return the exit code."""
     hold_standard_streams()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     environment = process_environment()
     try:
         options = spread(options, environment)
     except ConfigError as error:
-        make_screen(options, environment).say(str(error), is_alarm=True)
+        make_screen(options, environment).report(str(error), is_alarm=True)
         return EXIT_SETTINGS
     if options.hosts:
         return lead(options, environment=environment)
@@ -92,9 +92,9 @@ def launch(
     environment: Mapping[str, str],
     server_command: Sequence[str] = SERVER_COMMAND,
 ) -> int:
-    """Run one job's share of this machine and give the exit code; only in the main thread.
+    """Run this machine's share of a job and return the exit code; only in the main thread.
 
-    server_command stands for the server program. Blocks until every process has ended.
+    server_command: starts a server. Blocks until every process has ended.
     """
     with kept_commits(options, environment) as complete:
         return _launch(complete, environment, server_command)
@@ -118,25 +118,23 @@ def _launch(
             return _dry_run(options, identity, plan_of)
         if identity.secret is not None and identity.secret[0] == "FASTPS_TOKEN":
             identity = dataclasses.replace(identity, secret=hold_token(identity.secret[1]))
-        identity, meeting = prepare(options, identity, inherited, say=screen.say)
+        identity, setup = prepare(options, identity, inherited, report=screen.report)
         handout = Handout(_token_of(options, identity, inherited))
     except FastPSError as error:
-        screen.say(str(error), is_alarm=True)
+        screen.report(str(error), is_alarm=True)
         return EXIT_SETTINGS
-    except KeyboardInterrupt:  # while a name is looked for; nothing is started yet
+    except KeyboardInterrupt:  # while a host name is resolved; nothing is started yet
         return 128 + signal.SIGINT
-    # the inbox to the end: a handler that raises can be lost on its way
+    # signals go to the inbox until the end: an exception of a handler could get lost
     with _kept_master(options, identity, screen) as identity, SignalInbox() as inbox:
         cause = run_plan(
-            options, handout.hand_out(plan_of(identity)), screen, inbox, inherited, meeting
+            options, handout.hand_out(plan_of(identity)), screen, inbox, inherited, setup
         )
 
         def run() -> Cause | None:
-            fresh, meets = prepare(
-                options, identity, inherited, say=screen.say
-            )  # a port of its own
-            plan = handout.hand_out(plan_of(fresh))
-            return run_plan(options, plan, screen, inbox, inherited, meets)
+            fresh, new_setup = prepare(options, identity, inherited, report=screen.report)
+            plan = handout.hand_out(plan_of(fresh))  # with a new port
+            return run_plan(options, plan, screen, inbox, inherited, new_setup)
 
         cause = run_again(run, cause, screen, inbox, options.restarts)
         if options.timeline is not None:
@@ -150,14 +148,14 @@ def run_plan(
     screen: Screen,
     inbox: SignalInbox,
     inherited: Mapping[str, str],
-    meeting: Meeting | None,
+    setup: SchedulerSetup | None,
     *,
     on_cause: Callable[[Cause], None] = lambda _: None,
-    tell_live: Callable[[list[list[float]]], None] | None = None,
+    forward_paces: Callable[[list[list[float]]], None] | None = None,
 ) -> Cause | None:
     """Start the parts of a plan, the scheduler last, and watch them to their end.
 
-    tell_live: takes this machine's share of the live line, where it is shown elsewhere.
+    forward_paces: takes this machine's share of the live line, if the leader shows it.
     """
     try:
         provide_descriptors(options.layout, n_children=len(plan))
@@ -174,7 +172,7 @@ def run_plan(
         timeout_s=options.timeout_s,
         is_spread=options.layout.is_spread,
         goes_on=goes_on(options, inherited),
-        on_end=messenger.tell_end,
+        on_end=messenger.report_end,
         on_cause=on_cause,
     )
     try:
@@ -185,41 +183,45 @@ def run_plan(
             child = Child(spec, inherited=inherited, screen=screen, output_dir=folder)
             job.add(child)
             if options.log_level in ("DEBUG", "INFO"):
-                screen.say(f"{spec.name} is pid {child.pid}")
-        if meeting is not None:
+                screen.report(f"{spec.name} is pid {child.pid}")
+        if setup is not None:
             stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
-            messenger.scheduler = _start_scheduler(options, meeting, stderr)
+            messenger.scheduler = _start_scheduler(options, setup, stderr)
             job.add_scheduler(messenger.scheduler)
         elif options.layout.is_spread:
-            job.add_attendant(messenger.attend())
-        if options.layout.has_meeting and wants_live(options, is_shown_here=tell_live is None):
+            job.add_cause_listener(messenger.listen_for_cause())
+        is_shown_here = forward_paces is None
+        if options.layout.needs_scheduler and wants_live(options, is_shown_here=is_shown_here):
             job_id = plan[0].environment["FASTPS_JOB_ID"]
-            job.show_live(ToldLine(job_id, tell_live) if tell_live else LiveLine(job_id))
+            line = ForwardedLine(job_id, forward_paces) if forward_paces else LiveLine(job_id)
+            job.show_live(line)
     except StartError as error:
         job.abandon(Cause(str(error), error.exit_code))
+    except ConfigError as error:
+        job.abandon(Cause(str(error), EXIT_SETTINGS))
     except OSError as error:  # of the output files
         job.abandon(Cause(str(error), 1))
     cause = job.run()
-    if not options.layout.has_meeting:
+    if not options.layout.needs_scheduler:
         give_terminal(os.getpgrp())
     messenger.close()
     return cause
 
 
 def make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> None:
-    """Merge what the processes traced, however they ended."""
+    """Merge the traces of the processes, however they ended."""
     try:
-        screen.say(timeline.describe(target, timeline.collect(target, is_whole=is_whole)))
+        screen.report(timeline.describe(target, timeline.collect(target, is_whole=is_whole)))
     except FastPSError as error:
-        screen.say(str(error), is_alarm=True)
+        screen.report(str(error), is_alarm=True)
 
 
-def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> SchedulerThread:
+def _start_scheduler(options: Options, setup: SchedulerSetup, stderr: Stream) -> SchedulerThread:
     layout = options.layout
     here = len(layout.worker_ranks) + len(layout.server_ranks)
     thread = SchedulerThread(
-        meeting.settings,
-        meeting.listeners,
+        setup.settings,
+        setup.listeners,
         stderr=stderr,
         others=layout.size + layout.num_servers - here,
         patience_s=options.grace_s / 2,  # so that it ends in order within the grace
@@ -230,11 +232,11 @@ def _start_scheduler(options: Options, meeting: Meeting, stderr: Stream) -> Sche
 
 
 def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
-    """Choose name and token; the port of one machine's scheduler is yet to be found."""
+    """Choose name and token; on one machine the scheduler's port is chosen later."""
     address = None
     if options.layout.is_spread:
         address = (options.scheduler_host, options.scheduler_port)
-    elif options.layout.has_meeting:
+    elif options.layout.needs_scheduler:
         address = (_LOOPBACK, 0)
     return Identity(
         choose_job_id(options, environment, new_id=f"job-{secrets.token_hex(4)}"),
@@ -246,7 +248,7 @@ def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
 
 @contextlib.contextmanager
 def _kept_master(options: Options, identity: Identity, screen: Screen) -> Iterator[Identity]:
-    """Keep MASTER_PORT for rank 0 where it is on this machine, and put it into the identity."""
+    """Reserve MASTER_PORT if rank 0 is on this machine, and put it into the identity."""
     if identity.master is None or 0 not in options.layout.worker_ranks:
         yield identity
         return
@@ -254,10 +256,10 @@ def _kept_master(options: Options, identity: Identity, screen: Screen) -> Iterat
     try:
         port = KeptPort(wanted)
     except OSError as error:
-        screen.say(
-            f"port {wanted} of this machine, which is MASTER_PORT for tools that read it, cannot "
-            f"be kept ({error.strerror}); if they need it, name another: --env MASTER_PORT=N, the "
-            "same on all machines"
+        screen.report(
+            f"cannot reserve port {wanted} of this machine, the MASTER_PORT for tools of PyTorch "
+            f"({error.strerror}); if the program needs it, set another one, the same on all "
+            "machines: --env MASTER_PORT=N"
         )
         yield identity
         return
@@ -266,10 +268,10 @@ def _kept_master(options: Options, identity: Identity, screen: Screen) -> Iterat
 
 
 def _master(options: Options) -> tuple[str, int] | None:
-    """Return what all launchers of the job agree on; port 0: it is still to be found."""
+    """Return MASTER_ADDR and MASTER_PORT, the same for all launchers; port 0: chosen later."""
     if not options.layout.is_spread:
         return _LOOPBACK, 0
-    is_known = options.layout.workers[0] > 0  # else rank 0 is on a machine without a name
+    is_known = options.layout.workers[0] > 0  # else the address of rank 0's machine is unknown
     return (options.scheduler_host, port_beside(options.scheduler_port)) if is_known else None
 
 
@@ -278,11 +280,11 @@ def prepare(
     identity: Identity,
     inherited: Mapping[str, str],
     *,
-    say: Callable[[str], None],
-) -> tuple[Identity, Meeting | None]:
-    """Check the settings and hold the scheduler's port; ConfigError says what is wrong.
+    report: Callable[[str], None],
+) -> tuple[Identity, SchedulerSetup | None]:
+    """Check the settings and bind the scheduler's port. Raises ConfigError.
 
-    say: takes a line for the user where this waits, for the start timeout at most.
+    report: takes a line for the user if this has to wait, for the start timeout at most.
     """
     if identity.scheduler is None:
         return identity, None
@@ -292,20 +294,20 @@ def prepare(
         return identity, None
     host, port = identity.scheduler
     host = settings.host if settings.host and options.layout.is_spread else host
-    listeners = _listen(host, port, timeout_s=settings.start_timeout_s, say=say)
+    listeners = _listen(host, port, timeout_s=settings.start_timeout_s, report=report)
     if options.layout.is_spread:
         _check_reach(host, [str(sock.getsockname()[0]) for sock in listeners])
     port = listeners[0].getsockname()[1]
     identity = dataclasses.replace(identity, scheduler=(identity.scheduler[0], port))
-    return identity, Meeting(settings, listeners)
+    return identity, SchedulerSetup(settings, listeners)
 
 
 def _listen(
-    host: str, port: int, *, timeout_s: float, say: Callable[[str], None]
+    host: str, port: int, *, timeout_s: float, report: Callable[[str], None]
 ) -> list[socket.socket]:
-    """Listen at a name of this machine, which the name service may learn of only now."""
-    has_said = False
-    failure = ConfigError(f"there was no time to look for {host!r}")
+    """Listen on a host name of this machine, which the name service may not know yet."""
+    has_reported = False
+    failure = ConfigError(f"there was no time to resolve {host!r}; raise --start-timeout")
     for _ in sockets.attempts(time.monotonic() + timeout_s):
         try:
             return sockets.listen(host, port, port_setting="--scheduler-port")
@@ -313,26 +315,27 @@ def _listen(
             if not isinstance(error.__cause__, socket.gaierror):
                 raise
             failure = error
-        if not has_said:
-            has_said = True
-            say(f"{failure}. It is looked for again, for up to {timeout_s:g} s")
+        if not has_reported:
+            has_reported = True
+            report(f"{failure}. Retrying for up to {timeout_s:g} s")
     raise failure
 
 
 def _token_of(options: Options, identity: Identity, inherited: Mapping[str, str]) -> bytes:
-    """Read the token that the launcher has; nothing where nobody meets anybody."""
+    """Return the launcher's token; nothing for a job without a scheduler."""
     if identity.scheduler is None:
         return b""
     return load(environ={**inherited, **scheduler_environment(options, identity)}).token_bytes()
 
 
 def _check_reach(host: str, bound: Sequence[str]) -> None:
-    """Refuse a name that leads back here, as /etc/hosts often has it; loopback itself may be."""
-    means_here = host == "localhost" or sockets.is_loopback(host)
-    if not means_here and all(map(sockets.is_loopback, bound)):
+    """Raise ConfigError if the host name resolves to loopback, as /etc/hosts often has it."""
+    is_meant = host == "localhost" or sockets.is_loopback(host)
+    if not is_meant and all(map(sockets.is_loopback, bound)):
         raise ConfigError(
-            f"--scheduler-host {host} leads to {', '.join(bound)} on this machine, which no other "
-            "machine can reach; give an address that they can, or set FASTPS_HOST to it here"
+            f"--scheduler-host {host} resolves to {', '.join(bound)} on this machine, which other "
+            "machines cannot reach; give an address that they can reach, or set FASTPS_HOST to it "
+            "here"
         )
 
 
@@ -341,9 +344,9 @@ def _check_token(settings: Config, *, is_missing: bool) -> None:
         settings.token_bytes()
     except ConfigError as error:
         if not is_missing:
-            raise ConfigError(f"{error}; to make a new token: {TOKEN_RECIPE}") from error
+            raise ConfigError(f"{error}; make a new token with: {TOKEN_RECIPE}") from error
         raise ConfigError(
-            "several machines need a secret token, the same on all of them. To make one: "
+            "several machines need a secret token, the same on all of them. Make one with: "
             f"{TOKEN_RECIPE}; copy the file to every machine and add --token-file job.token, or "
             "set FASTPS_TOKEN"
         ) from error
@@ -352,14 +355,14 @@ def _check_token(settings: Config, *, is_missing: bool) -> None:
 def _dry_run(
     options: Options, identity: Identity, plan_of: Callable[[Identity], Sequence[ProcessSpec]]
 ) -> int:
-    """Print what a start would do; what is chosen only then is left at zero."""
+    """Print the processes of the job; values that are chosen at the start are shown as zero."""
     if not options.layout.is_spread:
         identity = dataclasses.replace(identity, job_id=options.job_id or "job-00000000")
     lines = [_describe_meeting(options, identity)]
     if options.layout.is_spread:
         lines.append(f"# {options.layout.describe()}")
         if identity.secret is None:
-            lines.append(f"# a start needs a token: {TOKEN_RECIPE}")
+            lines.append(f"# the job needs a token; make one with: {TOKEN_RECIPE}")
     for spec in plan_of(identity):
         lines += [f"# {spec.name}", spec.render()]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -367,9 +370,9 @@ def _dry_run(
 
 
 def _describe_meeting(options: Options, identity: Identity) -> str:
-    """Return where the scheduler is, as a comment."""
+    """Return where the scheduler runs, as a comment."""
     if identity.scheduler is None:
-        return "# one worker alone: no scheduler; the job id is chosen at the start"
+        return "# a single worker: no scheduler; the job id is chosen at the start"
     where = sockets.join_address(*identity.scheduler)
     if not options.layout.is_spread:
         return (

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The job's scheduler as a part of the launcher: a thread with an event loop of its own.
 
-To the loop over the job's processes it looks like one more of them: it has a name, a stream of log
-lines, an end with a code, and takes SIGTERM and SIGKILL as orders. Its log goes through a pipe,
-so that the launcher's thread wakes up for it and no lock is shared; the pipe's end, as with a
-process, says that the thread is over. Invariants: the thread never waits for the launcher's (a
-full pipe costs log lines, not heartbeats), and the launcher's waits for it have deadlines.
+To the job's loop (job.py) the thread looks like one more process: it has a name, a stream of log
+lines and an exit code, and takes SIGTERM and SIGKILL as orders. Its log goes through a pipe, so
+that the launcher's thread wakes up for it and no lock is shared; the end of the pipe means that
+the thread has ended. Invariants: the thread never waits for the launcher's thread (a full pipe
+costs log lines, not heartbeats), and the launcher's waits for it have deadlines.
 
-Started after all processes, since only a process of one thread may fork as `processes` does.
-Until then, members that want to join wait in the queue of the listening sockets.
+The thread starts after all processes, because processes.py may fork only while the launcher has
+one thread. Until then, members that want to join wait in the queue of the listening sockets.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fastps.telemetry.status import StatusService
 log = logging.getLogger(__name__)
 
 EXIT_DIED = 1
-ENDED_BY = "fastps-run on the scheduler's machine ended it"  # how other machines hear of a cause
-INQUIRY_S = 1.5  # for workers to say what they wait for, and where they are
-_ANSWERS_S = 0.1  # for the first of them
-_START_S = 10.0  # for the thread to come up
-_TOLD_S = 1.0  # a process has ended: its connection's end is seen well within this time
-_LOOK_S = 0.02  # how often the state of the job is looked at while a change is due
-_REST_S = 0.2  # the same while other machines' workers are at work
+ENDED_BY = "fastps-run on the scheduler's machine ended it"  # the cause on other machines
+INQUIRY_S = 1.5  # for workers to answer what they wait for, and where they are
+_ANSWERS_S = 0.1  # for the first of these answers
+_START_S = 10.0  # for the thread to start
+_NOTICE_S = 1.0  # the end of a process's connection is seen well within this time
+_LOOK_S = 0.02  # between looks at the state of the job while a change is due
+_IDLE_LOOK_S = 0.2  # the same while workers of other machines are active
 _CUT_S = 0.05  # between two cancellations; the first may only begin the closing
 
 
@@ -64,17 +64,16 @@ class SchedulerThread:
         patience_s: float,
         machines: Mapping[tuple[str, int], str],
     ) -> None:
-        """Take over the bound sockets and the stream.
+        """Take over the bound sockets and the stream. Raises ConfigError for a wrong token.
 
-        others: members that come from other machines. patience_s: how long they may take to
-        come to a job that ends before it began, or to leave one that is broken. machines: where
-        each member is, in words.
+        others: number of members on other machines. patience_s: how long they may take to join a
+        job that ends before it began, or to leave one that is broken. machines: name of the
+        machine of each member.
         """
         self.exit_code: int | None = None
         self.stderr = stderr
         self._settings = settings
-        self._listeners = listeners
-        self._machines = machines
+        self._scheduler = Scheduler(settings, listeners=listeners, machines=machines)
         self._others = others
         self._patience_s = patience_s
         reader, self._writer = os.pipe()
@@ -127,44 +126,38 @@ class SchedulerThread:
     def pass_on(self, number: int) -> None:
         """Do nothing: signals that mean something to users' programs alone."""
 
-    def tell_absent(self, message: Absent) -> None:
-        """Say that a process has ended, which may not have joined yet."""
-        with contextlib.suppress(AttributeError):  # the thread never came up
-            self._scheduler.tell_absent(message)
+    def report_absent(self, message: Absent) -> None:
+        """Report that a process has ended, which may not have joined yet."""
+        self._scheduler.report_absent(message)
 
     def expect_ends(self, places: Sequence[tuple[str, int]], why: str) -> None:
-        """Say which processes, by role and rank, the launcher is about to end, and why."""
-        with contextlib.suppress(AttributeError):  # the thread never came up
-            self._scheduler.expect_ends(places, f"{ENDED_BY}: {why}")
+        """Announce which processes, by role and rank, the launcher is about to end, and why."""
+        self._scheduler.expect_ends(places, f"{ENDED_BY}: {why}")
 
-    def ask_locations(self) -> None:
-        """Log who waits for whom; blocks a moment, INQUIRY_S at most."""
+    def request_locations(self) -> None:
+        """Log which workers wait for which; blocks up to INQUIRY_S."""
         is_done = threading.Event()
         self._order(functools.partial(self._inquire, is_done))
         is_done.wait(INQUIRY_S)
 
     def end_when_left(self, why: str) -> None:
-        """End the job as soon as no worker is at work in it: no other one can begin."""
+        """End the job as soon as no worker is active in it: none can join any more."""
         self._order(functools.partial(self._end_when_left, why))
 
     @property
     def has_been_tried(self) -> bool:
-        """Return whether a worker has asked to join the job, well or in vain."""
-        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
-        return scheduler is not None and scheduler.has_been_tried
+        """Return whether a worker has asked to join the job, whether accepted or refused."""
+        return self._scheduler.has_been_tried
 
     @property
     def has_begun(self) -> bool:
-        """Return whether all workers were ever in the job together; True if that is unknown."""
-        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
-        return scheduler is None or scheduler.has_begun
+        """Return whether all workers were ever in the job together."""
+        return self._scheduler.has_begun
 
     @property
     def has_been_left(self) -> bool:
         """Return whether all workers were in the job together and have left it."""
-        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
-        has_begun = scheduler is not None and scheduler.has_begun
-        return has_begun and self._phase() in ("lobby", "over")
+        return self.has_begun and self._phase() in ("lobby", "over")
 
     @property
     def n_workers(self) -> int:
@@ -174,11 +167,10 @@ class SchedulerThread:
     @property
     def first_cause(self) -> PeerLost | None:
         """Return which member was lost first, if any; also after the end."""
-        scheduler: Scheduler | None = getattr(self, "_scheduler", None)
-        return None if scheduler is None else scheduler.first_cause
+        return self._scheduler.first_cause
 
     def describe(self) -> str:
-        """Return what this is."""
+        """Return the name that messages use."""
         return self.description
 
     def describe_end(self) -> str:
@@ -186,7 +178,7 @@ class SchedulerThread:
         return describe_exit(self.exit_code or 0)
 
     def _order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Let the thread's loop do something, unless it has ended or never came up."""
+        """Run a coroutine on the thread's loop, unless the loop has ended or never started."""
         with contextlib.suppress(AttributeError, RuntimeError):
             self._loop.call_soon_threadsafe(self._begin, order)
 
@@ -201,16 +193,13 @@ class SchedulerThread:
                 except asyncio.CancelledError:
                     code = -signal.SIGKILL if self._is_cut else EXIT_DIED
                 except BaseException:
-                    log.exception("the scheduler died of an error of its own")
+                    log.exception("the scheduler failed with an unexpected error")
         finally:
             self._code = code
             self._is_up.set()
             os.close(self._writer)
 
     async def _serve(self) -> int:
-        self._scheduler = Scheduler(
-            self._settings, listeners=self._listeners, machines=self._machines
-        )
         self._loop = asyncio.get_running_loop()
         self._serving = asyncio.ensure_future(self._scheduler.run())
         await asyncio.sleep(0)  # run() begins
@@ -219,8 +208,8 @@ class SchedulerThread:
             try:
                 status = StatusService.of_scheduler(self._settings, self._scheduler.numbers)
                 stack.callback(status.close)
-            except (ConfigError, OSError) as error:  # a port that is taken ends no job
-                log.warning("nobody can ask the scheduler for its numbers: %s", error)
+            except (ConfigError, OSError) as error:  # a port that is taken does not end the job
+                log.warning("the scheduler's status cannot be queried: %s", error)
             return await self._serving
 
     def _begin(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -232,36 +221,36 @@ class SchedulerThread:
         return self._scheduler.statistics().phase
 
     async def _wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait for a condition of the job up to a time."""
+        """Wait until a condition holds, for up to timeout_s."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not condition():
                     await asyncio.sleep(_LOOK_S)
 
     async def _end(self, why: str) -> None:
-        """Let deaths that just happened be told as such, then end the job in order."""
-        await self._wait_until(lambda: self._phase() != "running", timeout_s=_TOLD_S)
-        await self._wait_until(self._can_be_told, timeout_s=self._patience_s)
-        if self._phase() != "over" and not self._is_ending:  # one more stop would cut it short
+        """Let members that just died be reported as the cause, then end the job in order."""
+        await self._wait_until(lambda: self._phase() != "running", timeout_s=_NOTICE_S)
+        await self._wait_until(self._has_everybody_come, timeout_s=self._patience_s)
+        if self._phase() != "over" and not self._is_ending:  # a second stop ends it at once
             self._is_ending = True
             self._scheduler.stop(f"{ENDED_BY}: {why}")
 
-    def _can_be_told(self) -> bool:
-        """Return whether nobody is still on the way who would find no scheduler, and wait."""
+    def _has_everybody_come(self) -> bool:
+        """Return whether no member is still on its way, which would find no scheduler and wait."""
         now = self._scheduler.statistics()
         has_begun = now.generation > 1 or now.phase != "lobby"
         return has_begun or now.members >= self._others
 
     async def _inquire(self, is_done: threading.Event) -> None:
         if self._phase() == "running":
-            self._scheduler.ask_locations()
+            self._scheduler.request_locations()
             await asyncio.sleep(_ANSWERS_S)
             await self._wait_until(lambda: not self._scheduler.inquiries, timeout_s=INQUIRY_S)
         is_done.set()
 
     async def _end_when_left(self, why: str) -> None:
-        while self._phase() == "running":  # leases bound this: whoever is silent is lost
-            await asyncio.sleep(_REST_S)
+        while self._phase() == "running":  # leases bound this: a silent member is lost
+            await asyncio.sleep(_IDLE_LOOK_S)
         if self._phase() == "broken":
             await self._wait_until(lambda: self._phase() == "over", timeout_s=self._patience_s)
         await self._end(why)

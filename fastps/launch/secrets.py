@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each process of a job gets its own token, and none that of the others.
+"""Give each process of a job a token of its own, derived from the job's token.
 
-`python -m fastps.launch.secrets ROLE RANK` prints one, for a machine that shall not have the
-job's. Made from the job's, which stays with the launcher. What is handed out is held in memory
-files of the launcher, one for each process, as long as it lives. Used from its main thread.
+The job's token stays with the launcher. Derived tokens are held in memory files of the launcher,
+one per process, as long as it lives. `python -m fastps.launch.secrets ROLE RANK` prints one, for a
+machine that must not have the job's token. Used from the launcher's main thread.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ TOKEN_NAMES = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE")
 
 
 class Handout:
-    """The tokens of a job's processes; the same again when they are started again."""
+    """The tokens of a job's processes; a restart gets the same ones."""
 
     def __init__(self, secret: bytes) -> None:
-        """Start with what the launcher has: the job's token, own ones, or nothing."""
+        """Hold the launcher's secret: the job's token, the token of one member, or nothing."""
         token = parse(secret)
         self._job = None if token.is_own or not secret else token
         self._held: dict[Token, tuple[str, str]] = {}
 
     def hand_out(self, plan: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
-        """Return the same processes, each with its own token if the launcher can make it."""
+        """Return the processes, each with its own token if the launcher has the job's token."""
         if self._job is None:
             return tuple(plan)
         return tuple(self._with_own(spec, self._job) for spec in plan)
 
     def close(self) -> None:
-        """Hold nothing any more: nobody can join with what was handed out; idempotent."""
+        """Drop all tokens, so that no process can join with them any more; idempotent."""
         for name, value in self._held.values():
             if name == "FASTPS_TOKEN_FILE":
                 os.close(int(value.rpartition("/")[2]))
@@ -54,14 +54,14 @@ class Handout:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the token of one member; FASTPS_TOKEN_FILE has the job's. Give the exit status."""
+    """Print the token of one member, made from FASTPS_TOKEN_FILE; return the exit status."""
     role, rank, *_ = [*(sys.argv[1:] if arguments is None else arguments), "", ""]
     try:
         job = parse(load().token_bytes())
         if job.is_own or role not in ROLES or not rank.isdecimal():
             raise ConfigError(
-                f"give a role, {', '.join(ROLES)}, and a rank, and set FASTPS_TOKEN_FILE to "
-                "a file with the job's token"
+                f"give a role ({', '.join(ROLES)}) and a rank, and set FASTPS_TOKEN_FILE to a "
+                "file with the job's token"
             )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A team: the workers of one job on this machine as something to call, for notebooks and scripts.
+"""A team: the workers of one job on this machine as a callable object, for notebooks and scripts.
 
-The driver, which is no worker, hosts the scheduler in a thread and starts the workers; each has a
-pair of sockets to it (team_protocol.py) and its output in a pipe. While it waits for answers the
-driver shows that output, line by line with the rank before it, in the thread that called; output
-that comes between calls is shown with the next one. Used by one thread at a time. Every wait ends
-when a worker does, in time if there is a limit, or by Ctrl-C.
+The driver is not a worker: it hosts the scheduler in a thread and starts the workers. Each worker
+has a pair of sockets to the driver (team_protocol.py) and its output in a pipe. While the driver
+waits for answers it shows that output in the calling thread, line by line after the rank; output
+between calls is shown with the next call. Used by one thread at a time. Every wait ends when a
+worker ends, at its time limit if it has one, or by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, TextIO, TypeVar
 
 from fastps.config import child_environment, load, process_environment
@@ -39,20 +38,20 @@ from fastps.launch.plan import (
 )
 from fastps.launch.processes import describe_exit
 from fastps.launch.secrets import Handout
-from fastps.launch.team_protocol import hear, pack, unpack_answer
+from fastps.launch.team_protocol import pack, receive, unpack_answer
 from fastps.launch.torch_names import KeptPort
 
 T = TypeVar("T")
 
-GRACE_S = 2.0  # for the others, when one has failed: they may fail for the same reason
-END_S = 10.0  # for what was interrupted, or told to end
-AGAIN_S = 1.0  # until who has not answered is interrupted again: it may not have begun before
+GRACE_S = 2.0  # for the others when one has failed: they may fail for the same reason
+END_S = 10.0  # for a worker to end after an interrupt or the order to end
+AGAIN_S = 1.0  # between interrupts of a worker: it may not have begun the order at the first one
 READ_BYTES = 64 << 10
 _LOOPBACK = "127.0.0.1"
 
 
 class Worker:
-    """One process, and what it has said of its present line."""
+    """One worker process, its socket and its output."""
 
     def __init__(self, spec: ProcessSpec, inherited: Mapping[str, str]) -> None:
         self.rank = spec.rank
@@ -74,7 +73,7 @@ class Worker:
         self._line = b""
 
     def show(self, screen: TextIO) -> bool:
-        """Write the lines that came; False: there are no more to come."""
+        """Write the lines that have come; return whether the pipe is still open."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.output.fileno(), READ_BYTES):
                 *lines, self._line = (self._line + data).split(b"\n")
@@ -84,7 +83,7 @@ class Worker:
         return True
 
     def describe(self) -> str:
-        """Name it, and say how it ended."""
+        """Return its name and how it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE_S)
         code = self.process.returncode
@@ -92,12 +91,12 @@ class Worker:
         return f"worker {self.rank} (pid {self.process.pid}) {how}"
 
     def send(self, number: int) -> None:
-        """Send a signal to it and what it has started."""
+        """Send a signal to the process and its children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
     def close(self) -> None:
-        """Kill what is left, and free everything."""
+        """Kill what is left, and close everything."""
         self.send(signal.SIGKILL)
         self.process.wait(END_S)
         self.sock.close()
@@ -105,11 +104,11 @@ class Worker:
 
 
 class Team:
-    """N workers of a job that keep their state between calls; a context that ends them.
+    """Workers of one job that keep their state between calls; a context that ends them.
 
-    environment: more variables of the workers. settings: of fastps.init(), for every worker, e.g.
-    shared_memory=False; start_timeout_s bounds the start. Blocks until all workers have joined.
-    Raises ConfigError, StallError, PeerLostError.
+    np: number of workers. environment: additional variables of the workers. settings: of
+    fastps.init() in every worker, such as shared_memory=False; start_timeout_s bounds the start.
+    Blocks until all workers have joined. Raises ConfigError, StallError, PeerLostError.
     """
 
     def __init__(
@@ -132,17 +131,18 @@ class Team:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[T]:
-        """Call a function on all workers, and give what it returned, by rank.
+        """Call a function on all workers; return its results by rank.
 
         function and arguments are pickled, those of notebooks and scripts by value. Blocks,
-        without limit if timeout_s is None. Raises the first exception of a worker, with its
-        traceback as a note: the others are interrupted, and all join the job anew and keep their
-        state; PeerLostError when a worker has ended; StallError in time.
+        without limit if timeout_s is None. Raises the first exception of a worker, with the
+        worker's traceback as a note; the other workers are interrupted, and all join the job
+        again and keep their state. Raises PeerLostError when a worker has ended, and StallError
+        at the time limit.
         """
         return self._ask(("call", (function, args, kwargs)), timeout_s)
 
     def execute(self, source: str, *, timeout_s: float | None = None) -> None:
-        """Run statements on all workers, in their module __main__; otherwise as run()."""
+        """Run statements on all workers, in their module __main__; otherwise like run()."""
         self._ask(("cell", (source,)), timeout_s)
 
     def pull(self, name: str, *, timeout_s: float | None = None) -> list[Any]:
@@ -154,7 +154,7 @@ class Team:
         self._ask(("put", (values,)), None)
 
     def interrupt(self) -> None:
-        """Send Ctrl-C to all workers; from another thread than the one that waits for them."""
+        """Send Ctrl-C to all workers; call it from another thread than the one that waits."""
         for worker in self._workers:
             worker.send(signal.SIGINT)
 
@@ -188,17 +188,12 @@ class Team:
         """Be a context."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """End the workers, at once after an error."""
-        if error is not None:
-            for worker in self._workers:
-                worker.send(signal.SIGKILL)
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._abandon()
 
     # ---- starting ----
 
@@ -229,9 +224,7 @@ class Team:
             self._ask(("path", (list(sys.path),)), config.start_timeout_s, recovers=False)
             self._ask(("join", ()), config.start_timeout_s, recovers=False)
         except BaseException:
-            for worker in self._workers:
-                worker.send(signal.SIGKILL)
-            self.close()
+            self._abandon()
             raise
 
     # ---- asking ----
@@ -239,38 +232,33 @@ class Team:
     def _ask(
         self, order: tuple[str, tuple[Any, ...]], timeout_s: float | None, *, recovers: bool = True
     ) -> list[Any]:
-        """Have all workers do something; give their answers, or raise the first failure.
+        """Send an order to all workers; return their answers, or raise the first failure.
 
-        recovers: let all join the job anew after a failure; not when that is what failed.
+        recovers: let all join the job again after a failure, unless joining itself failed.
         """
         if not self._workers:
             raise ShutdownError("the team has ended; restart() it, or make another")
         message = pack(order)
-        waiting = _Waiting(self._workers)
+        answers = _Answers(self._workers)
         try:
             for worker in self._workers:
-                waiting.tell(worker, message)
-            answers = waiting.gather(timeout_s)
+                answers.request(worker, message)
+            return answers.gather(timeout_s)
         except PeerLostError:
             self._abandon()
             raise
-        except BaseException:  # Ctrl-C too: the workers are to hear of it
+        except BaseException:  # also KeyboardInterrupt, which is to interrupt the workers
             if recovers:
-                self._recover(waiting)
+                self._recover(answers)
             raise
         finally:
-            waiting.close()
-        return answers
+            answers.close()
 
-    def _recover(self, waiting: _Waiting) -> None:
-        """Interrupt who is still at work, and let all join the job anew, or end them."""
+    def _recover(self, answers: _Answers) -> None:
+        """Interrupt the busy workers and let all join the job again; if that fails end them."""
         try:
-            waiting.interrupt(END_S)
-            again = _Waiting(self._workers)
-            for worker in self._workers:
-                again.tell(worker, pack(("join", ())))
-            again.gather(self._start_timeout_s)
-            again.close()
+            answers.interrupt(END_S)
+            self._ask(("join", ()), self._start_timeout_s, recovers=False)
         except (FastPSError, OSError):
             self._abandon()
 
@@ -280,60 +268,64 @@ class Team:
         self.close()
 
 
-class _Waiting:
-    """The answers to one order that have not come yet."""
+class _Answers:
+    """The workers' answers to one order, and their output meanwhile."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._selector = selectors.DefaultSelector()
         self._answers: dict[int, tuple[bool, Any]] = {}
-        self._told: list[Worker] = []
+        self._asked: list[Worker] = []
         self._first: BaseException | None = None
         for worker in workers:
             self._selector.register(worker.output, selectors.EVENT_READ, worker)
 
-    def tell(self, worker: Worker, message: bytes) -> None:
+    def request(self, worker: Worker, message: bytes) -> None:
         """Send a worker its order."""
         try:
             worker.sock.sendall(message)
         except OSError:
             raise PeerLostError(f"{worker.describe()}; restart() the team") from None
         self._selector.register(worker.sock, selectors.EVENT_READ, worker)
-        self._told.append(worker)
+        self._asked.append(worker)
 
     def gather(self, timeout_s: float | None) -> list[Any]:
-        """Wait for all; raise the first failure a moment after it came: others tell causes."""
+        """Wait for all; raise the first failure after GRACE_S, since others may have the cause."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while len(self._answers) < len(self._told):
-            if self._serve(deadline):
-                continue
-            if self._first is not None:
-                raise self._first
-            late = [one.rank for one in self._told if one.rank not in self._answers]
-            names = ", ".join(f"worker {rank}" for rank in late)
-            raise StallError(f"{names} did not end within {timeout_s:g} s, and are interrupted")
+        while (late := self._late()) and self._serve(deadline):
+            pass
         if self._first is not None:
             raise self._first
-        return [self._answers[one.rank][1] for one in self._told]
+        if late:
+            names = ", ".join(f"worker {one.rank}" for one in late)
+            raise StallError(
+                f"{names} did not finish within timeout_s={timeout_s:g} and will be interrupted"
+            )
+        return [self._answers[one.rank][1] for one in self._asked]
 
     def interrupt(self, timeout_s: float) -> None:
-        """Send Ctrl-C to who is still at work until all have answered, whatever; StallError."""
+        """Send Ctrl-C to the busy workers until all have answered. Raises StallError."""
         self._first = None
         deadline = time.monotonic() + timeout_s
-        while late := [one for one in self._told if one.rank not in self._answers]:
+        while late := self._late():
             again = time.monotonic() + AGAIN_S
             if again > deadline:
-                raise StallError("a worker cannot be interrupted")
+                names = ", ".join(f"worker {one.rank}" for one in late)
+                raise StallError(f"{names} did not react to an interrupt within {timeout_s:g} s")
             for worker in late:
                 worker.send(signal.SIGINT)
-            while len(self._answers) < len(self._told) and self._serve(again):
+            while self._late() and self._serve(again):
                 pass
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Close the selector."""
         self._selector.close()
 
+    def _late(self) -> list[Worker]:
+        """List the workers that have not answered."""
+        return [one for one in self._asked if one.rank not in self._answers]
+
     def _serve(self, deadline: float | None) -> bool:
-        """Take what comes next; False: the time is over, or that after the first failure."""
+        """Handle the next events; return False at the deadline, or GRACE_S after a failure."""
         if self._first is not None and self._grace_until < (deadline or float("inf")):
             deadline = self._grace_until
         left_s = None if deadline is None else deadline - time.monotonic()
@@ -351,7 +343,7 @@ class _Waiting:
     def _take(self, worker: Worker) -> None:
         self._selector.unregister(worker.sock)
         try:
-            answer = hear(worker.sock)
+            answer = receive(worker.sock)
         except (EOFError, OSError):
             worker.show(sys.stdout)
             raise PeerLostError(f"{worker.describe()}; restart() the team") from None
@@ -362,7 +354,7 @@ class _Waiting:
 
 
 def _blames(error: BaseException) -> bool:
-    """Return whether an error is about another worker, or only a consequence."""
+    """Return whether an error is the consequence of another one."""
     return isinstance(error, PeerLostError | StallError | KeyboardInterrupt)
 
 

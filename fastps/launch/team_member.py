@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker of a team: runs what its driver sends, and keeps its state between.
+"""One worker of a team: run the driver's orders, and keep state between them.
 
-The main thread runs calls and cells, so that Ctrl-C interrupts them, and nothing but them; another
-hears the driver, and ends the process when that is gone, whatever way. Cells run in the module
-`__main__`. Entry point of a process: its only word is the descriptor of its socket.
+The main thread runs calls and cells, so that Ctrl-C interrupts them and nothing else. Another
+thread receives orders, and ends the process when the driver is gone. Cells run in the module
+`__main__`. Entry point of a process, whose only argument is the descriptor of its socket.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from fastps.launch.team_protocol import hear, pack_failure, pack_result, unpack
+from fastps.launch.team_protocol import pack_failure, pack_result, receive, unpack
 from fastps.session import current
 
 ORPHANED = 113  # exit code where the driver is gone
@@ -32,8 +32,8 @@ class Member:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._orders: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
-        self._working = False  # an order runs; Ctrl-C that comes at any other moment is no news
-        self._work: dict[str, Callable[..., Any]] = {
+        self._working = False  # an order runs; otherwise Ctrl-C is ignored
+        self._handlers: dict[str, Callable[..., Any]] = {
             "call": call,
             "cell": run_cell,
             "join": join,
@@ -41,17 +41,17 @@ class Member:
             "get": get,
             "put": put,
         }
-        threading.Thread(target=self._hear, name="fastps:driver", daemon=True).start()
+        threading.Thread(target=self._receive, name="fastps:driver", daemon=True).start()
 
-    def _hear(self) -> None:
-        """Take orders until the driver is gone."""
+    def _receive(self) -> None:
+        """Receive orders until the driver is gone."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                self._orders.put(hear(self._sock))
+                self._orders.put(receive(self._sock))
         os._exit(ORPHANED)
 
     def serve(self) -> None:
-        """Do one order after the other, and answer each; until `end`."""
+        """Carry out one order after the other and answer each, until the order `end`."""
         signal.signal(signal.SIGINT, self._interrupt)
         while True:
             answer = self._answer(self._orders.get())
@@ -61,24 +61,24 @@ class Member:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._working:
-            self._working = False  # once for each order: who reports it is not to be interrupted
+            self._working = False  # once for each order: its report must not be interrupted
             raise KeyboardInterrupt
 
     def _answer(self, order: bytearray) -> bytes | None:
-        """Do an order; None where it is the last."""
+        """Carry out an order and return its answer, or None for the last one."""
         try:
             try:
                 self._working = True
                 kind, words = unpack(order)
-                return None if kind == "end" else pack_result(self._work[kind](*words))
+                return None if kind == "end" else pack_result(self._handlers[kind](*words))
             finally:
                 self._working = False
-        except BaseException as error:  # Ctrl-C, and sys.exit() in a cell, too
+        except BaseException as error:  # also Ctrl-C, and sys.exit() in a cell
             return pack_failure(error)
 
 
 def join() -> None:
-    """Be a worker of the job, anew if it was left or something was cut short."""
+    """Join the job, again if this worker left it or an order was interrupted."""
     current.shutdown()
     current.init({})
 
@@ -115,7 +115,7 @@ def run_cell(source: str) -> None:
 
 
 def main() -> None:
-    """Serve the driver whose socket we inherited."""
+    """Serve the driver at the other end of the inherited socket."""
     Member(socket.socket(fileno=int(sys.argv[1]))).serve()
     current.shutdown()
 

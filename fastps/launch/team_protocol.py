@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a team's driver and its workers say to each other: Python objects over a pair of sockets.
+"""Messages between a team's driver and its workers: Python objects over a pair of sockets.
 
-Objects are pickled, which nothing else in this library is: the pair is made by the driver before
-it starts the worker, whose descriptor the worker inherits, so nobody else can ever write to it.
-Functions of notebooks and of scripts travel by value with cloudpickle, `fastps[notebook]`.
+Objects are pickled, as nowhere else in this library. That is safe here: the driver makes the pair
+before it starts the worker, which inherits its end, so no other process can write to it. Functions
+of notebooks and scripts are sent by value with cloudpickle, `fastps[notebook]`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _LENGTH = struct.Struct("<Q")
 
 
 def pack(words: Any) -> bytes:
-    """Pickle an object, by value what only this process knows; ConfigError says what cannot."""
+    """Pickle an object, by value what is defined in __main__. Raises ConfigError."""
     try:
         dumps = importlib.import_module("cloudpickle").dumps
     except ImportError:
         dumps = None
     if dumps is None and any(_is_of_main(one) for one in _parts(words)):
         raise ConfigError(
-            "a function that is defined in a notebook or a script is sent to other processes by "
-            "cloudpickle, which is not there: pip install 'fastps[notebook]'; or define it in a "
+            "sending a function of a notebook or script to other processes needs cloudpickle, "
+            "which is not installed: pip install 'fastps[notebook]', or define the function in a "
             "module"
         )
     body: bytes = (dumps or pickle.dumps)(words)
@@ -39,25 +39,25 @@ def pack(words: Any) -> bytes:
 
 
 def pack_result(value: Any) -> bytes:
-    """Pack what a call returned; TypeError for what cannot be pickled."""
+    """Pack the result of a call; TypeError if it cannot be pickled."""
     try:
         return pack((True, pack(value), _kind_of(value), ""))
     except Exception as error:  # whatever its parts raise when they are pickled
         raise TypeError(
-            f"the result, of type {_kind_of(value)}, cannot be pickled ({words_of(error)}): "
+            f"the result, of type {_kind_of(value)}, cannot be pickled ({words_of(error)}); "
             "return plain values or arrays"
         ) from error
 
 
 def pack_failure(error: BaseException) -> bytes:
-    """Pack what a call raised, with its text and traceback, which arrive whatever it is.
+    """Pack the exception of a call with its text and traceback, which always arrive.
 
-    An exception that would end its receiver, as that of sys.exit() does, becomes a RuntimeError.
+    An exception that would end the receiver, such as that of sys.exit(), becomes a RuntimeError.
     """
     trace, body = "".join(traceback.format_exception(error)), b""
     if isinstance(error, SystemExit):
         error = RuntimeError(
-            f"sys.exit({error.code!r}) was called; return a value, or raise an exception"
+            f"the worker called sys.exit({error.code!r}); return a value or raise an exception"
         )
     if isinstance(error, Exception | KeyboardInterrupt):
         with contextlib.suppress(Exception):  # whatever its parts raise when they are pickled
@@ -66,9 +66,9 @@ def pack_failure(error: BaseException) -> bytes:
 
 
 def unpack_answer(body: bytes | bytearray, rank: int) -> tuple[bool, Any]:
-    """Return whether a worker's call went well, and what it returned or raised.
+    """Return whether a worker's call succeeded, and its result or exception.
 
-    What cannot be unpickled here is a RuntimeError that says so. An exception has the worker's
+    A value that cannot be unpickled here becomes a RuntimeError. An exception has the worker's
     traceback as a note.
     """
     is_well, packed, words, trace = unpack(body)
@@ -87,7 +87,7 @@ def unpack_answer(body: bytes | bytearray, rank: int) -> tuple[bool, Any]:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the class and the text of an exception, also where its text raises another."""
+    """Return the class and the text of an exception, even if making its text raises another."""
     return traceback.format_exception_only(error)[-1].strip()
 
 
@@ -104,12 +104,12 @@ def _is_of_main(one: Any) -> bool:
 
 
 def unpack(body: bytes | bytearray) -> Any:
-    """Return the object; raises what its parts raise, ImportError where a module is missing."""
+    """Return the object. Raises whatever its parts raise, ImportError if a module is missing."""
     return pickle.loads(body)
 
 
-def hear(sock: socket.socket) -> bytearray:
-    """Wait for a packed object, as long as the other end lives; EOFError when it does not."""
+def receive(sock: socket.socket) -> bytearray:
+    """Wait for a packed object. Raises EOFError when the other end has closed."""
     (nbytes,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
     return _read(sock, nbytes)
 

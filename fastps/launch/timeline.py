@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a job: where its processes trace to, and who merges what they leave.
+"""The timeline of a job: where its processes write their traces, and how these are merged.
 
-fastps-run does, when all have ended, however they ended. Where it is killed itself, what was
-traced stays in a folder beside the file, and the command `fastps timeline` merges it; so it does
-on one machine what the launchers of several have left. Threads: none.
+fastps-run merges them when all processes have ended, however they ended. If fastps-run itself is
+killed, the traces stay in a folder beside the file, and the command `fastps timeline` merges them.
+It also merges the traces that launchers on several machines have left. Threads: none.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _STEPS = ("TRACE_START_STEP", "TRACE_END_STEP")
 
 
 def parts_of(target: Path) -> Path:
-    """Name the folder of what the processes of a job trace."""
+    """Return the folder of the traces of a job's processes."""
     return target.with_name(target.name + PARTS_SUFFIX)
 
 
 def variables(target: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make a process trace; all of the job unless given says which."""
+    """Return the variables that make a process trace all steps, or those that `given` names."""
     target = target.absolute()
     settings = {
         "FASTPS_TRACE_ON": "1",
@@ -42,7 +42,7 @@ def variables(target: Path, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def clear(target: Path) -> None:
-    """Remove what an earlier job has left; OSError where that cannot be done, or not written."""
+    """Remove the traces of an earlier job. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = parts_of(target)
     if folder.is_dir():
@@ -52,23 +52,27 @@ def clear(target: Path) -> None:
 
 
 def collect(target: Path, *, is_whole: bool) -> Summary:
-    """Merge what the processes of a job left; is_whole: nothing more comes from elsewhere.
+    """Merge the traces of a job; is_whole: no other machine has more of them.
 
-    FastPSError when nothing is there, or the file cannot be written.
+    Raises FastPSError when there are none, or the file cannot be written.
     """
-    try:
-        summary = merge(parts_of(target), target)
-    except OSError as error:
-        raise FastPSError(f"the timeline {target} cannot be written: {error.strerror}") from error
+    summary = _merge(parts_of(target), target)
     if is_whole:
         with contextlib.suppress(OSError):
             shutil.rmtree(parts_of(target))
     return summary
 
 
+def _merge(folder: Path, target: Path) -> Summary:
+    try:
+        return merge(folder, target)
+    except OSError as error:
+        raise FastPSError(f"cannot write the timeline {target}: {error.strerror}") from error
+
+
 def describe(target: Path, summary: Summary) -> str:
     """Return in a line what was merged."""
-    lost = f", {summary.dropped} lost for lack of room" if summary.dropped else ""
+    lost = f", {summary.dropped} dropped because buffers were full" if summary.dropped else ""
     bound = summary.clock_bound_us
     clocks = f", clocks within {bound:.0f} us" if bound > 0 else ""
     return (
@@ -78,14 +82,13 @@ def describe(target: Path, summary: Summary) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("folder", type=Path, help="what FASTPS_TRACE_DIR was, or FILE.parts")
-    parser.add_argument("target", type=Path, help="the timeline to write")
+    parser.add_argument(
+        "folder", type=Path, help="folder of the traces: FASTPS_TRACE_DIR, or FILE.parts"
+    )
+    parser.add_argument("target", type=Path, help="the timeline file to write")
 
 
 def run(parsed: argparse.Namespace) -> None:
-    """Merge a folder by hand; raises FastPSError."""
-    try:
-        summary = merge(parsed.folder, parsed.target)
-    except OSError as error:
-        raise FastPSError(f"{parsed.target}: {error.strerror}") from error
+    """Merge a folder for the command line. Raises FastPSError."""
+    summary = _merge(parsed.folder, parsed.target)
     sys.stdout.write(describe(parsed.target, summary) + "\n")

@@ -21,11 +21,11 @@ from fastps.session import excepthook, outside_job
 
 if TYPE_CHECKING:
     from fastps.config import Config
-    from fastps.control.foreign_launch import Meeting
+    from fastps.control.foreign_launch import Rendezvous
     from fastps.session.session import Session
 
 _current: Session | None = None
-_met: Meeting | None = None  # with workers that another launcher started; as long as the process
+_met: Rendezvous | None = None  # with workers of another launcher; as long as the process lives
 _changes = threading.Condition()  # guards the next two, and who changes the session
 _starting: _Start | None = None
 _closing: int | None = None  # the thread that does

@@ -770,7 +770,7 @@ class Session(ForgetMixin):
 
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
-        self._witness.hear(event)
+        self._witness.on_event(event)
         self.uneven.wake()
         if isinstance(event, TensorPoisoned):
             self.poison(event)

@@ -113,7 +113,7 @@ class StallWatch:
             return
         waits = "" if oldest is None else f"{self._how(oldest)} {oldest.what}"
         if (client := self._client) is not None:
-            client.tell_where(
+            client.send(
                 Whereabouts(
                     asked.inquiry, self._count(asked.place), text_of(waits), text_of(_stack())
                 )
@@ -127,7 +127,7 @@ class StallWatch:
     def _tell(self, oldest: Pending, waited_s: float, count: int) -> None:
         if (client := self._client) is not None:
             more = f" and {count - 1} more" if count > 1 else ""
-            client.tell_waiting(self._waiting(oldest, waited_s, more))
+            client.send(self._waiting(oldest, waited_s, more))
 
     def _waiting(self, pending: Pending, waited_s: float, more: str = "") -> Waiting:
         place, number, _, what, members, _ = pending

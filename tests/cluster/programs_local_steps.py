@@ -270,7 +270,7 @@ def resumed(rank: int) -> None:
     with pytest.raises(ValueError, match="as many fragments"):
         keeps.load_state_dict(saved)
     own = keeps._fragments[0].names[0]
-    for beside, message in (("nobody", "no tensor 'nobody'"), (own, "keep no")):
+    for beside, message in (("nobody", "no tensor 'nobody'"), (own, "have no state")):
         with pytest.raises(fastps.ConfigError, match=message):
             current().declare(
                 [("lacks", (3,), DType.FLOAT32)], policy=Policy.CODEC_STATE, beside=beside

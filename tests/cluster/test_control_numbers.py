@@ -55,7 +55,7 @@ def test_nonsense_of_one_worker_is_its_own_error() -> None:
                 with pytest.raises(ValueError, match="timeout_s="):
                     call(timeout_s)
         for root in (-1, 1 << 16, 1 << 80, np.int64(0), 0.5, None):
-            with pytest.raises(ConfigError, match="Blob cannot travel"):
+            with pytest.raises(ConfigError, match="Blob cannot be sent"):
                 client.blob("o", root, None, timeout_s=1)  # type: ignore[arg-type]
         changes: list[dict[str, Any]] = [{"nbytes": 1 << 70}, {"shape": (-1,)}, {"dtype": 0}]
         wrong = [TensorSpec("w", msgspec.structs.replace(layout, **change)) for change in changes]

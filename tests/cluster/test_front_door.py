@@ -90,4 +90,4 @@ def test_the_doctor_fails_where_settings_ask_for_what_is_not_there():
     found = subprocess.run(words, env=asked, capture_output=True, text=True, timeout=100)
     assert found.returncode == doctor.EXIT_BROKEN, found.stdout + found.stderr
     assert "by links: fails:" in found.stdout
-    assert "no way, for there is no RDMA, to others" in found.stdout
+    assert "nothing (there is no RDMA device) to others" in found.stdout

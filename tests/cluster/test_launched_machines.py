@@ -257,7 +257,7 @@ def test_no_token_says_how_to_make_one(machines):
     assert "--token-file job.token" in last_line(result)
     result = machines.job.run(machines.job.command("--dry-run", *words))
     assert result.returncode == 0
-    assert "# a start needs a token: (umask 077;" in result.stdout
+    assert "# the job needs a token; make one with: (umask 077;" in result.stdout
     assert "# machine 1 of 2: worker 1 of 2, none of 0 servers\n" in result.stdout
 
 

@@ -96,7 +96,7 @@ def test_worker_error_is_the_first_cause(job):
     )
     assert result.returncode == 1
     assert last_line(result).startswith("[fastps-run] worker 1 (pid ")
-    assert last_line(result).endswith("Its last words: ValueError: no such learning rate")
+    assert last_line(result).endswith("Its last output: ValueError: no such learning rate")
 
 
 def test_killed_worker_is_the_first_cause(job):

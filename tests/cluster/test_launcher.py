@@ -109,7 +109,7 @@ def test_first_failure_ends_the_job_and_is_named_last(job, end, code):
     assert last_line(result).startswith("[fastps-run] worker ")
     assert how in last_line(result)
     assert "] the reason" in result.stderr
-    assert last_line(result).endswith("Its last words: the reason") == (code == 3)
+    assert last_line(result).endswith("Its last output: the reason") == (code == 3)
 
 
 def test_worker_killed_from_outside(job):
@@ -126,7 +126,7 @@ def test_server_that_fails_is_the_cause(job):
     result = job.run(job.python("-np", "2", "-s", "1", code=FOREVER))
     assert result.returncode == 1
     assert last_line(result).startswith("[fastps-run] server 0 (pid ")
-    assert last_line(result).endswith("so the job was ended. Its last words: no memory")
+    assert last_line(result).endswith("so the job was ended. Its last output: no memory")
     assert result.stderr.count("no memory") == 2
 
 
@@ -225,7 +225,7 @@ def test_signals_of_the_user_are_passed_on(job, where):
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, stderr
     for number in PASSED_ON:
-        assert stderr.count(f"[fastps-run] {number.name}: passed on to the workers") == 1
+        assert stderr.count(f"[fastps-run] {number.name}: forwarded to the workers") == 1
 
 
 def test_second_interrupt_ends_everything_at_once(job):
@@ -294,7 +294,8 @@ def test_helpers_in_sessions_of_their_own_have_the_grace(job, code, stays):
     result = job.run(job.python("--grace", grace, code=program))
     assert result.returncode == code, result.stderr
     assert "[worker 0] uploaded" in result.stdout
-    assert ("left by the workers, no end in 0.5 s, killed" in result.stderr) == bool(stays)
+    killed = "left by the workers, did not end within 0.5 s, killed"
+    assert (killed in result.stderr) == bool(stays)
     assert job.processes() == []
 
 
@@ -323,14 +324,14 @@ def test_a_worker_that_is_stopped_before_its_end_is_said_and_not_waited_for(job,
     with job.started(job.python("-np", "2", "--grace", grace, code=program)) as process:
         line = process.stderr.readline()
         assert line.startswith("[fastps-run] worker 1 (pid ")
-        assert "stopped by a signal (SIGSTOP) and alone left to end" in line
+        assert "stopped by a signal (SIGSTOP), and the only one left to end" in line
         pid = int(line.split("(pid ")[1].split(")")[0])
-        assert f"`kill -CONT {pid}` lets it go on" in line
+        assert f"resume it with `kill -CONT {pid}`" in line
         if is_continued:
             os.kill(pid, signal.SIGCONT)
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == (0 if is_continued else 1), stderr
-    assert is_continued or "after the work, and not gone on within" in stderr
+    assert is_continued or "after its work, and not resumed within" in stderr
 
 
 def test_time_limit(job):
@@ -451,7 +452,7 @@ def test_scheduler_that_dies_is_the_cause(job):
     result = job.run(job.python("-np", "2", "-s", "1", code=FOREVER))
     assert result.returncode == 1
     assert last_line(result).startswith("[fastps-run] the scheduler ended with exit code 1; it")
-    assert last_line(result).endswith("Its last words: RuntimeError: out of luck")
+    assert last_line(result).endswith("Its last output: RuntimeError: out of luck")
 
 
 def test_scheduler_that_does_not_end_is_cut_off(job):
@@ -465,7 +466,7 @@ def test_scheduler_that_does_not_end_is_cut_off(job):
     """
     result = job.run(job.python("-np", "2", "--grace", "0.2", code="pass"))
     assert result.returncode == 0
-    assert "scheduler: no end in 0.2 s, killed" in result.stderr
+    assert "scheduler: did not end within 0.2 s, killed" in result.stderr
 
 
 def test_wrong_setting_is_said_before_anything_is_started(job):
@@ -542,7 +543,7 @@ def test_token_of_a_file_stays_with_the_launcher(job):
     result = job.run(job.python("-np", "2", "--token-file", str(token), code=code))
     assert result.returncode == 2
     assert "has mode 0644" in last_line(result)
-    assert "to make a new token: (umask 077;" in last_line(result)
+    assert "make a new token with: (umask 077;" in last_line(result)
 
 
 def test_reader_that_goes_away_ends_the_job(job):
@@ -705,7 +706,7 @@ def test_workers_that_were_never_in_one_job_have_failed(job, program):
     result = job.run(job.python("-np", "2", code=program))
     assert result.returncode == 1, result.stderr
     last = last_line(result)
-    assert last.startswith("[fastps-run] the 2 workers ended well and were never in one job")
+    assert last.startswith("[fastps-run] the 2 workers ended with code 0 but were never")
     assert "let all of them call fastps.init()" in last
 
 

@@ -28,7 +28,7 @@ def test_too_few_descriptors_are_named_once_and_at_once(tmp_path):
     assert result.returncode == 2, result.stderr
     assert time.monotonic() - began < 30
     (line,) = result.stderr.splitlines()
-    assert "too few open files are allowed: 24" in line
+    assert "but the limit is 24" in line
     assert "ulimit -n" in line
 
 

@@ -82,7 +82,7 @@ def test_a_port_that_is_taken_is_said(tmp_path):
              "--token-file", str(token), "--grace", "0.1", "false"],
             env=clean_environ(), capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
-    assert f"port {port} of this machine, which is MASTER_PORT" in job.stderr
+    assert f"port {port} of this machine, the MASTER_PORT" in job.stderr
     assert "--env MASTER_PORT=N" in job.stderr
 
 

@@ -102,7 +102,7 @@ def test_who_fails_is_named_with_its_host_and_ends_all(lab):
     assert code == 1
     last = stderr.splitlines()[-1]
     assert re.search(r"worker 1 \(pid \d+\) on b ended with exit code 1; it failed first", last)
-    assert last.endswith("Its last words: no more data")
+    assert last.endswith("Its last output: no more data")
 
 
 def test_restarts_start_all_again(lab):
@@ -118,9 +118,9 @@ def test_restarts_start_all_again(lab):
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        ("dark", "(?:No route to host|timed out); is it up, and can it be reached from here"),
-        ("locked", "Permission denied .*: ssh-copy-id locked, or --ssh-identity-file"),
-        ("stranger", "Host key verification failed.*ssh stranger, to accept its key"),
+        ("dark", "(?:No route to host|timed out); check that the host is up"),
+        ("locked", "Permission denied .*: `ssh-copy-id locked`, or use --ssh-identity-file"),
+        ("stranger", "Host key verification failed.*`ssh stranger` to accept its key"),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_named_with_a_cure(lab, host, words):
@@ -133,10 +133,10 @@ def test_what_cannot_be_started_there_is_said_in_one_line(lab):
     python = ("--remote-python", "/no/python")
     code, _, stderr = lab.run("-H", "a:1,b:1", *python, program=["true"])
     assert (code, len(stderr.splitlines())) == (255, 1)
-    assert re.search("cannot start on [ab] by ssh: .*/no/python is not there: name that", stderr)
+    assert re.search("cannot start on [ab] by ssh: .*/no/python does not exist there", stderr)
     code, _, stderr = lab.run("-H", "b:1", program=["/no/such"])
     assert (code, len(stderr.splitlines())) == (127, 1)
-    assert "] b cannot go on: cannot start worker 0: '/no/such'" in stderr
+    assert "] b cannot continue: cannot start worker 0: '/no/such'" in stderr
 
 
 def read_to(terminal: int, pattern: str) -> str:

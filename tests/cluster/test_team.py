@@ -18,7 +18,7 @@ import pytest
 from harness import ROOT, clean_environ
 
 import fastps
-from fastps.launch.team_protocol import hear, pack, unpack_answer
+from fastps.launch.team_protocol import pack, receive, unpack_answer
 from fastps.notebook import Team
 
 
@@ -59,7 +59,7 @@ def test_a_team_keeps_its_state_over_failures_limits_and_interrupts(capfd):
         with pytest.raises(LookupError):
             team.run(fails)
         assert team.run(total, 1) == [(0, 1), (1, 1)]
-        with pytest.raises(fastps.StallError, match="worker 0, worker 1 did not end"):
+        with pytest.raises(fastps.StallError, match="worker 0, worker 1 did not finish"):
             team.execute("import time\ntime.sleep(100)", timeout_s=0.5)
         assert team.pull("z") == [5, 15]
         with pytest.raises(NameError):
@@ -137,9 +137,9 @@ def test_what_a_worker_raised_or_returned_is_told_whatever_it_is():
             "locked": "Locked: it has a lock",
             "mute": "Mute: <exception str",
             "odd": "Odd$",
-            "exit": r"sys.exit\(0\) was called; return a value",
-            "exit 3": r"sys.exit\(3\) was called",
-            "exit of words": r"sys.exit\('bye'\) was called",
+            "exit": r"the worker called sys.exit\(0\); return a value",
+            "exit 3": r"the worker called sys.exit\(3\)",
+            "exit of words": r"the worker called sys.exit\('bye'\)",
             "generator": "GeneratorExit",
         }.items():
             with pytest.raises(RuntimeError, match=words) as caught:
@@ -153,7 +153,7 @@ def test_what_a_worker_raised_or_returned_is_told_whatever_it_is():
         assert "worker 1" in caught.value.__notes__[0]
         with pytest.raises(TypeError, match=r"of type _thread\.lock, cannot be pickled"):
             team.run(returns, "locked")
-        with pytest.raises(RuntimeError, match=r"sys.exit\(0\) was called"):
+        with pytest.raises(RuntimeError, match=r"the worker called sys.exit\(0\)"):
             team.execute("import sys; sys.exit(0)")
         assert team.run(total, 1) == [(0, 1), (1, 1)]
     with pytest.raises(RuntimeError, match="TwoWords: bad lr 3"):
@@ -166,7 +166,7 @@ def test_a_worker_answers_every_order_whenever_ctrl_c_comes():
     with ours, theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         ours.settimeout(60)
         ours.sendall(pack(("put", ({"x": 1},))))
-        assert unpack_answer(hear(ours), 0) == (True, None)
+        assert unpack_answer(receive(ours), 0) == (True, None)
         stop = threading.Event()
 
         def interrupts():
@@ -179,7 +179,7 @@ def test_a_worker_answers_every_order_whenever_ctrl_c_comes():
         try:
             for _ in range(1000):
                 ours.sendall(pack(("get", ("x",))))
-                is_well, value = unpack_answer(hear(ours), 0)
+                is_well, value = unpack_answer(receive(ours), 0)
                 assert value == 1 if is_well else isinstance(value, KeyboardInterrupt)
         finally:
             stop.set()

@@ -96,7 +96,10 @@ def test_the_loss_of_a_validator_ends_the_job_and_is_named(goes_on):
         validators[1].send(signal.SIGKILL)
         said = [one.result() for one in (*job.workers, validators[0])]
     assert all("validator 1" in one and "is lost" in one for one in said), said
-    for words in ("reweight goes on without workers, not without a validator", "--restarts"):
+    for words in (
+        "reweight continues without a lost worker, but not without a validator",
+        "--restarts",
+    ):
         assert all((words in one) is (goes_on == "reweight") for one in said), said
 
 

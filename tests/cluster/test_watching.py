@@ -23,7 +23,7 @@ from fastps.config import load
 from fastps.errors import ConfigError
 from fastps.launch.doctor import main as fastps_command
 from fastps.launch.output import Outlet, Screen
-from fastps.launch.progress_line import JointLine
+from fastps.launch.progress_line import MergedLine
 from fastps.telemetry import watch
 from fastps.telemetry.status import StatusService
 
@@ -202,10 +202,10 @@ def test_the_line_stays_below_all_others():
     screen.live("")
     line, erase = b"[fastps-run] fast", b"\r\x1b[K"
     assert os.read(reader, 4096) == erase + line + erase + b"[worker 0] loss 1\n" + line + erase
-    joint = JointLine()
+    joint = MergedLine()
     for rank, waiting in ((0, 0.5), (1, 0.1)):
-        joint.hear(rank, [[rank, 2.0, 8.0, 1.5e6, waiting]])
-        joint.hear(7, [])  # a machine of servers alone
+        joint.update(rank, [[rank, 2.0, 8.0, 1.5e6, waiting]])
+        joint.update(7, [])  # a machine of servers alone
     joint.show(screen)
     assert os.read(reader, 4096) == (
         erase + b"[fastps-run] 2 steps/s, 1.5 MB/s reduced, 30% waiting, slowest worker 1"

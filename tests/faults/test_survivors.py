@@ -229,7 +229,7 @@ def test_the_launcher_lets_the_others_go_on_and_says_so(tmp_path):
     """
     found = run_workers(script, tmp_path, workers=2, servers=0, environ=REWEIGHT)
     assert found.check().reports == ((1.0,), ())
-    assert "was killed by SIGKILL; 1 of 2 go on without it" in found.stderr
+    assert "was killed by SIGKILL; 1 of 2 workers continue without it" in found.stderr
     found = run_workers(
         script, tmp_path, workers=2, servers=0, environ=REWEIGHT | {"ALL_FAIL": "1"}
     )

@@ -33,7 +33,7 @@ def test_an_error_of_one_worker_is_named_by_all(tmp_path):
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert "worker 1 (" in lines[-1], done.stdout  # whoever was seen to end first says so
-    assert "Its last words: " in lines[-1], done.stdout
+    assert "Its last output: " in lines[-1], done.stdout
     assert lines[-1].endswith("ValueError: batch 7 is empty"), done.stdout
     others = [line for line in lines if "PeerLostError" in line]
     assert all("its program ended with ValueError: batch 7 is empty" in line for line in others)

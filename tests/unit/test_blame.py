@@ -214,7 +214,7 @@ def test_no_bare_number_reaches_the_user(status):
 def test_shutdown_is_named_and_needs_no_restart(news):
     witness = Witness()
     for event in news:
-        witness.hear(event)
+        witness.on_event(event)
     error = witness.error(Failure("A", Status.SHUTDOWN))
     assert str(error) == (
         "tensor 'A' cannot be reduced: shutdown() was called before it was complete"
@@ -223,7 +223,7 @@ def test_shutdown_is_named_and_needs_no_restart(news):
 
 def test_a_tensor_declared_differently_says_so_whatever_its_operation_did():
     witness = Witness()
-    witness.hear(TensorPoisoned(3, "w", "worker 1 declared another shape"))
+    witness.on_event(TensorPoisoned(3, "w", "worker 1 declared another shape"))
     for status in (Status.MISMATCH, Status.SHUTDOWN, Status.PEER_LOST):
         error = witness.error(Failure("w", status), "worker 2 is lost")
         assert type(error) is MismatchError
@@ -240,7 +240,7 @@ def test_what_a_worker_reports():
     assert witness.report(ours) == ReportLost(5, "its own links broke (retries)")
     assert witness.report(Failure("w", Status.SHUTDOWN, owner=1)) is None
     assert witness.report(Failure("w", Status.PEER_LOST)) is None
-    witness.hear(PeerLeft(1))
+    witness.on_event(PeerLeft(1))
     assert witness.report(broken) is None
     assert witness.report(ours) is not None
 

@@ -18,7 +18,7 @@ from fastps.launch import allocation
 from fastps.launch.follower import check_version, go_to
 from fastps.launch.hosts import Host, parse_hostfile, parse_hosts
 from fastps.launch.layout import Layout
-from fastps.launch.leader import STAYS, command, meeting_host, request, way_to
+from fastps.launch.leader import STAYS, command, rendezvous_host, request, way_to
 from fastps.launch.limits import StartError
 from fastps.launch.machine import Machine
 from fastps.launch.options import parse
@@ -79,15 +79,15 @@ def test_hosts_are_read(text, hosts):
     [
         ("", "names no host"),
         ("::1", r"IPv6 address in brackets, such as \[fd00::1\]:4"),
-        ("a:", "after the colon stands a number"),
-        ("a:-1", "after the colon stands a number"),
-        ("a:\u0664", "after the colon stands a number"),
+        ("a:", "after the colon comes WORKERS"),
+        ("a:-1", "after the colon comes WORKERS"),
+        ("a:\u0664", "after the colon comes WORKERS"),
         ("a:5000", "at most 4096"),
         ("a:1+1+1+1", "after the colon"),
-        ("-oProxyCommand=x:1", "is not HOST:WORKERS"),
-        ("a b:1", "is not HOST:WORKERS"),
-        ("a;reboot", "is not HOST:WORKERS"),
-        ("x@-a:1", "is not HOST:WORKERS"),
+        ("-oProxyCommand=x:1", "is not a host; write HOST:WORKERS"),
+        ("a b:1", "is not a host; write HOST:WORKERS"),
+        ("a;reboot", "is not a host; write HOST:WORKERS"),
+        ("x@-a:1", "is not a host; write HOST:WORKERS"),
         ("a:1,b:1,a:2", "names a twice"),
     ],
 )
@@ -100,7 +100,7 @@ def test_what_is_no_host_is_refused(text, words):
     ("text", "words"),
     [
         ("a slots=4\nb slots=x", "hosts, line 2: 'slots=x' is not understood"),
-        ("a 4", "a line is `a slots=4`"),
+        ("a 4", "write a line as `a slots=4`"),
         ("a:2 slots=4", "its number twice"),
         ("# nothing", "hosts names no host"),
     ],
@@ -143,20 +143,20 @@ def test_torchruns_words_for_several_machines():
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["-H", "a:4,b:4", "-np", "4"], "say different things: leave -np out"),
-        (["-H", "a:4,b"], "how many workers has b?"),
+        (["-H", "a:4,b:4", "-np", "4"], "numbers of the hosts, 4,4; leave -np out"),
+        (["-H", "a:4,b"], "host b has no number of workers"),
         (["-H", "a:1,b:0"], "b has neither workers nor servers"),
         (["-H", "a:1", "--hostfile", "x"], "give one of them"),
         (["--hostfile", "/no/such"], "--hostfile /no/such cannot be read"),
         (["-H", "a:1,b:1", "--machine-rank", "0"], "--machine-rank is for one command on each"),
         (["-H", "a:1,b:1", "--machines", "3"], "there are 2 hosts"),
-        (["-H", "a,b", "-n", "3"], "cannot be the same number on 2 machines"),
-        (["-H", "a:1,b:1", "-n", "3"], "room for 2"),
+        (["-H", "a,b", "-n", "3"], "cannot be split evenly over 2 machines"),
+        (["-H", "a:1,b:1", "-n", "3"], "-n 3 is more than the 2 workers"),
         (["-n", "3", "-np", "3"], "give one"),
         (["--nnodes", "1:4"], "whole number"),
         (["--nproc-per-node", "gpu"], "whole number"),
         (["--rdzv-endpoint", "a:1"], "--scheduler-host"),
-        (["--standalone"], "one machine needs nothing"),
+        (["--standalone"], "one machine needs no flag"),
         (["--min-np", "2"], "--restarts"),
         (["--host-discovery-script", "x"], "-H a:4,b:4"),
     ],
@@ -228,13 +228,13 @@ def test_how_a_host_is_reached():
     ],
 )
 def test_where_the_scheduler_is_met(told, host):
-    assert meeting_host(told) == host
+    assert rendezvous_host(told) == host
 
 
 def test_a_follower_refuses_another_version_and_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="install the same on all machines"):
+    with pytest.raises(ConfigError, match="install the same version on all"):
         check_version("0.0.1")
-    with pytest.raises(ConfigError, match=r"the folder of the job, .*/none, is not here"):
+    with pytest.raises(ConfigError, match=r"the folder of the job, .*/none, cannot be used"):
         go_to(str(tmp_path / "none"))
 
 
@@ -243,7 +243,7 @@ def test_a_follower_started_by_hand_says_what_it_is():
     with open("/dev/null") as nothing:
         done = subprocess.run(words, stdin=nothing, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "what fastps-run -H starts on each host" in done.stderr
+    assert "starts this program on each host" in done.stderr
 
 
 # ---- SLURM
@@ -282,7 +282,7 @@ def test_the_nodes_of_an_allocation(words, environ, workers, monkeypatch):
 
 def test_an_allocation_without_scontrol_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="--machines 1 for a job on this one alone"):
+    with pytest.raises(ConfigError, match="--machines 1 to run on this machine alone"):
         allocation.spread(parse([*RUN]), slurm())
 
 
@@ -292,13 +292,16 @@ def test_an_allocation_without_scontrol_is_an_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("ssh: Could not resolve hostname b: Name or service not known", "is the name right"),
-        ("ssh: connect to host b port 22: Connection refused", "another --ssh-port"),
-        ("ssh: connect to host b port 22: Connection timed out", "can it be reached"),
-        ("No RSA host key is known\nHost key verification failed.", "by hand, ssh b, to accept"),
-        ("root@b: Permission denied (publickey).\nbye", "ssh-copy-id b, or --ssh-identity-file"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "check the host name"),
+        ("ssh: connect to host b port 22: Connection refused", "set --ssh-port"),
+        ("ssh: connect to host b port 22: Connection timed out", "can be reached"),
+        (
+            "No RSA host key is known\nHost key verification failed.",
+            "with `ssh b` to accept",
+        ),
+        ("root@b: Permission denied (publickey).\nbye", "`ssh-copy-id b`, or use --ssh-identity"),
         ("/x/python: No module named 'fastps'", "install the same version of fastps there for /x"),
-        ("env: '/x/python': No such file or directory", "/x/python is not there"),
+        ("env: '/x/python': No such file or directory", "/x/python does not exist there"),
         ("kex_exchange_identification: read: x", "kex_exchange"),
         ("", "by sh: ended with exit code 7"),
     ],

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.launch.cause import accusation_of, cause_of, first_of, last_words
+from fastps.launch.cause import accusation_of, cause_of, first_of, last_output
 from fastps.launch.layout import Layout, make_layout
 from fastps.launch.options import EPILOG, parse
 from fastps.launch.output import (
     MAX_LINE_BYTES,
     PARTIAL_LINE_S,
     LineSplitter,
-    Repeats,
+    RepeatedTracebacks,
     Screen,
     Stream,
     outlets,
@@ -69,15 +69,15 @@ def test_a_double_dash_ends_the_options():
     [
         ([], "no command"),
         (["train.py"], "python train.py"),
-        (["-np", "0", "true"], "whole number from 1"),
-        (["-np", "0,0", "--machine-rank", "0", *MEET, "true"], "whole number from 1"),
+        (["-np", "0", "true"], "set -np to at least 1"),
+        (["-np", "0,0", "--machine-rank", "0", *MEET, "true"], "set -np to at least 1"),
         (["-np", "4,", "true"], "'' is not a whole number"),
         (["-np", "\u0664", "true"], "whole number"),
-        (["-np", "4,4", *MEET, "true"], "Add --machine-rank, from 0 to 1"),
-        (["-np", "4,4", "--machine-rank", "2", *MEET, "true"], "--machine-rank 2 is not 0 to 1"),
-        (["--machine-rank", "1", "true"], "--machine-rank 1 is not 0 to 0"),
-        (["-np", "4,4", "-s", "1,1,1", "--machine-rank", "0", *MEET, "true"], "2 machines, but"),
-        (["-np", "4,4", "--machines", "3", "true"], "-np 4,4 names 2 machines, but there are 3"),
+        (["-np", "4,4", *MEET, "true"], "needs --machine-rank, 0 to 1"),
+        (["-np", "4,4", "--machine-rank", "2", *MEET, "true"], "must be 0 to 1, got 2"),
+        (["--machine-rank", "1", "true"], "--machine-rank must be 0 to 0, got 1"),
+        (["-np", "4,4", "-s", "1,1,1", "--machine-rank", "0", *MEET, "true"], "has 2 numbers"),
+        (["-np", "4,4", "--machines", "3", "true"], "-np 4,4 has 2 numbers for 3 machines"),
         (["-np", "4,0", "--machine-rank", "1", *MEET, "true"], "neither workers nor servers"),
         (["-np", "4,4", "--machine-rank", "1", "true"], "--scheduler-host 10.0.0.1"),
         (["-np", "4,4", "--machine-rank", "1", *MEET[:2], "true"], "--scheduler-port 7654"),
@@ -332,16 +332,16 @@ TRACEBACK = [b"Traceback (most recent call last):", b'  File "x.py", line 4, in 
 
 
 def passed_on(repeats, lines):
-    return [out for line in lines for out in repeats.pass_on(line)]
+    return [out for line in lines for out in repeats.filter(line)]
 
 
 def test_a_traceback_that_another_one_wrote_is_one_line():
     seen = {}
-    first, second, third = (Repeats(f"worker {rank}", seen) for rank in range(3))
+    first, second, third = (RepeatedTracebacks(f"worker {rank}", seen) for rank in range(3))
     assert passed_on(first, [b"a", *TRACEBACK, b"b"]) == [b"a", *TRACEBACK, b"b"]
     assert passed_on(second, [b"a", *TRACEBACK, b"b"]) == [
         b"a",
-        b"as worker 0: " + TRACEBACK[-1],
+        b"same as worker 0: " + TRACEBACK[-1],
         b"b",
     ]
     other = [*TRACEBACK[:-1], b"OSError: else"]
@@ -349,14 +349,14 @@ def test_a_traceback_that_another_one_wrote_is_one_line():
     assert passed_on(first, TRACEBACK) == TRACEBACK  # its own, once more
     assert passed_on(third, TRACEBACK[:2]) == []
     assert third.has_held
-    assert third.give_up() == TRACEBACK[:2]  # silent, or at its end
+    assert third.flush() == TRACEBACK[:2]  # silent, or at its end
     assert passed_on(third, [b"  indented", *TRACEBACK[3:]]) == [b"  indented", *TRACEBACK[3:]]
 
 
 @given(st.lists(st.sampled_from([*TRACEBACK, b"", b" x"]), max_size=600))
 def test_of_one_process_no_line_is_lost(lines):
-    repeats = Repeats("worker 0", {})
-    assert passed_on(repeats, lines) + repeats.give_up() == lines
+    repeats = RepeatedTracebacks("worker 0", {})
+    assert passed_on(repeats, lines) + repeats.flush() == lines
 
 
 def test_colour_marks_the_name_only(pipe_screen):
@@ -392,7 +392,7 @@ def test_what_is_not_read_yet_waits_and_nobody_else(ends, is_foreign, monkeypatc
     for line in lines:
         screen.show("worker", 0, line, is_error=False)
     assert 0 < screen.backlog < 2_000_000
-    screen.say("the end")
+    screen.report("the end")
     finishing = threading.Thread(target=screen.finish, kwargs={"patience_s": 60.0})
     finishing.start()
     with open(reader, "rb") as file:
@@ -404,7 +404,7 @@ def test_what_is_not_read_yet_waits_and_nobody_else(ends, is_foreign, monkeypatc
     assert os.get_blocking(writer)
     if ends is not terminal_ends:
         with pytest.raises(BrokenPipeError):
-            screen.say("nobody is there")
+            screen.report("nobody is there")
     os.close(writer)
 
 
@@ -537,9 +537,9 @@ def test_help_names_only_what_exists(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--use-infiniband"], "--use-infiniband is left out: RDMA is used"),
-        (["--extra-mpi-flags", "-x A"], "there is no MPI"),
-        (["--prefix", "/opt/mpi"], "--prefix is left out"),
+        (["--use-infiniband"], "--use-infiniband is ignored: RDMA is used"),
+        (["--extra-mpi-flags", "-x A"], "does not use MPI"),
+        (["--prefix", "/opt/mpi"], "--prefix is ignored"),
         (["--verbose", "-p", "2222"], ""),
     ],
 )
@@ -563,7 +563,7 @@ def test_words_of_bfrun_that_mean_something_here(capsys):
     assert ended.value.code == 0
     assert "fastps" in capsys.readouterr().out
     for words, answer in {
-        ("-v", "python"): "gives the version", ("--network-interface", "a,b"): "one name"
+        ("-v", "python"): "shows the version", ("--network-interface", "a,b"): "one network"
     }.items():  # fmt: skip
         with pytest.raises(SystemExit):
             parse([*words, "python", "train.py"])
@@ -587,14 +587,14 @@ def test_verbose_is_a_log_level_and_a_loss_is_a_setting():
 
 def test_last_words_are_what_a_program_said_and_not_what_we_did():
     part = failed("worker", 1, b"[fastps] hello\nTraceback:\nValueError: no data\n\n")
-    assert last_words(part) == ". Its last words: ValueError: no data"
+    assert last_output(part) == ". Its last output: ValueError: no data"
     noise = (
         b"--------\nFor simplicity, JAX has removed its frames\nI0000 00:00:17.5 27 port.cc:1]\n"
     )
     part = failed("worker", 1, b"ValueError: no data\n" + noise)
-    assert last_words(part) == ". Its last words: ValueError: no data"
-    assert last_words(failed("worker", 1, b"[fastps] hello\n")) == ""
-    assert last_words(failed("worker", -9, b"half a line")) == ""
+    assert last_output(part) == ". Its last output: ValueError: no data"
+    assert last_output(failed("worker", 1, b"[fastps] hello\n")) == ""
+    assert last_output(failed("worker", -9, b"half a line")) == ""
 
 
 def test_validators_are_planned_after_the_workers():
@@ -623,5 +623,5 @@ def test_a_log_file_that_takes_no_more_is_said_once_and_ends_nothing(pipe_screen
         stream.close()
     assert all(log.closed for log in logs)
     shown = os.read(reader, 10_000)
-    assert shown.count(b"--output-dir are cut short (No space left on device)") == 1
+    assert shown.count(b"cannot write to --output-dir (No space left on device)") == 1
     assert shown.count(b"] one") == shown.count(b"] two") == 2

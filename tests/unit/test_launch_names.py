@@ -38,23 +38,23 @@ def test_the_own_name_may_come_late(names):
     known, asked = names
     said: list[str] = []
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         said.append(text)
         known["late"] = "127.0.0.1"
 
-    listeners = run._listen("late", 0, timeout_s=60, say=say)
+    listeners = run._listen("late", 0, timeout_s=60, report=report)
     assert [one.getsockname()[0] for one in listeners] == ["127.0.0.1"]
     for one in listeners:
         one.close()
     assert len(asked) == 2
     assert len(said) == 1
     assert said[0].startswith("cannot listen on 'late': unknown host (Name or service not known)")
-    assert said[0].endswith("It is looked for again, for up to 60 s")
+    assert said[0].endswith("Retrying for up to 60 s")
 
 
 def test_a_name_that_never_comes_is_refused_in_time(names):
     with pytest.raises(ConfigError, match=r"unknown host .*; set FASTPS_HOST"):
-        run._listen("never", 0, timeout_s=0.05, say=lambda _: None)
+        run._listen("never", 0, timeout_s=0.05, report=lambda _: None)
 
 
 @pytest.mark.parametrize(
@@ -70,5 +70,5 @@ def test_a_name_that_leads_here_is_said_where_others_dial_it(names, name, is_sai
             config, b"k" * 32, purpose=dial.Purpose.CONTROL, sender=0,
             deadline=time.monotonic() + 0.1,
         )  # fmt: skip
-    words = "here debian leads to 127.0.1.1, which is this machine: mend /etc/hosts"
+    words = "here debian resolves to 127.0.1.1, which is this machine: correct /etc/hosts"
     assert (words in str(caught.value)) == is_said

@@ -270,7 +270,7 @@ class MembershipMachine(RuleBasedStateMachine):
     def ids_are_unique(self) -> None:
         table = self.driver.machine._declarations
         used = [tensor.tensor_id for tensor in table._tensors.values()]
-        resting = [number for ids, _ in table._resting for number, _ in ids]
+        resting = [number for ids, _ in table._unreleased for number, _ in ids]
         numbers = used + resting + [number for number, _ in table._free_ids]
         assert len(numbers) == len(set(numbers))
         leaving = [tensor for tensors in table._leaving.values() for tensor, _ in tensors]

@@ -533,7 +533,7 @@ class TestForgetting:
         assert used == {1}
         assert grown < 20_000
         assert (len(table._tensors), table._n_pieces) == (1, 6 if num_servers else 5)
-        assert len(table._resting) + len(table._leaving) < 8
+        assert len(table._unreleased) + len(table._leaving) < 8
         assert len(table._free_ids) == 1
         assert table._placement.loads == loads
         assert not driver.machine.pending()
@@ -660,7 +660,7 @@ class TestDispute:
         assert "worker 2 did not say in time" in texts[0]
         self.dispute(driver, workers[2], self.SIDES[2])
         assert {*texts, *self.texts(driver, workers[2:])} == {texts[0]}
-        assert not driver.machine._collectives._settled
+        assert not driver.machine._collectives._disputes
         self.dispute(driver, workers[2], "a sum", version=2)
         assert driver.machine.pending()
 
@@ -672,7 +672,7 @@ class TestDispute:
         driver.leave(workers[2])
         texts = self.texts(driver, workers[:2])
         assert "worker 0 started a sum; worker 1 started an average. Make" in texts[0]
-        assert not driver.machine._collectives._settled
+        assert not driver.machine._collectives._disputes
 
 
 class TestBlobs:
@@ -701,7 +701,7 @@ class TestBlobs:
             failed = driver.last(peer)
             assert isinstance(failed, Failed)
             assert failed.kind == "mismatch"
-            assert "worker 0 says root 0, worker 1 says root 1" in failed.message
+            assert "worker 0 gave root 0, worker 1 gave root 1" in failed.message
 
     @pytest.mark.parametrize(("root", "data"), [(0, None), (1, b"x"), (2, None)])
     def test_wrong_use(self, root: int, data: bytes | None) -> None:

@@ -107,7 +107,7 @@ def test_an_interrupted_job_says_who_waits(caplog) -> None:
     driver, (first, second, third) = started()
     driver.barrier(first, "end", timeout_s=100.0)
     driver.advance(2.0)
-    driver.do(driver.machine.ask_locations(driver.now))
+    driver.do(driver.machine.request_locations(driver.now))
     assert all(driver.events(peer, Locate)[0] == Locate(0, "") for peer in (first, second, third))
     assert driver.machine.inquiries == 1
     for peer in (second, third):
@@ -148,7 +148,7 @@ class Worker:
         self.config, self.size = load({"stall_watch_s": 0.0}, {}), 3
         self.known_groups = None
         self.count, self.flying, self.said = 0, [Tensor("v")], list[Waiting | Whereabouts]()
-        self.tell_waiting = self.tell_where = self.said.append
+        self.send = self.said.append
         self.connections = SimpleNamespace(
             exchange=SimpleNamespace(operations=[]), look_at_links=str, trouble_of_links=str
         )

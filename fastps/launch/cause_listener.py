@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hear from the scheduler on another machine which member of the job was lost first.
+"""Learn from the scheduler on another machine which member of the job was lost first.
 
-Only that scheduler knows that a worker of this machine is lost which does not end, because it is
-stopped, or which ended well in the middle of the job. A thread keeps a connection to it, so that
-the loop over the processes never waits; it ends with that connection. Where the scheduler cannot
-be reached nothing is known, and nothing is said.
+Only the scheduler can tell that a worker of this machine is lost although its process still runs
+(it is stopped) or ended with success in the middle of the job. A thread holds a connection to the
+scheduler, so that the job's loop never waits, and ends with that connection. If the scheduler
+cannot be reached the first cause stays unknown, without an error.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _JOIN_S = 1.0  # for the thread to end
 Place = tuple[str, int]
 
 
-class Attendant:
-    """What one launcher knows of the job from its scheduler; made once its processes are."""
+class CauseListener:
+    """The first cause that one launcher hears from its scheduler; made after its processes."""
 
     def __init__(self, settings: Config, place: Place) -> None:
         """Connect in a thread; settings, place: of one of this launcher's processes."""
@@ -44,25 +44,25 @@ class Attendant:
         self._answered = threading.Event()
         self._sock: socket.socket | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._attend, name="fastps:attend", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)
         self._thread.start()
 
     def wait_ends(self, places: Sequence[Place], timeout_s: float) -> None:
-        """Wait until the scheduler has seen that processes have ended, if it can be asked."""
+        """Wait until the scheduler has seen these processes end, if it can be reached."""
         with contextlib.suppress(OSError, FastPSError):
             if self._sock is not None and self.first_cause is None:
                 self._sock.sendall(pack_to_scheduler(AwaitEnds(1, tuple(places))))
                 self._answered.wait(timeout_s)
 
     def close(self) -> None:
-        """End the connection. Blocks for a moment."""
+        """End the connection. Blocks up to _JOIN_S."""
         self._is_closed = True
         if self._sock is not None:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._thread.join(_JOIN_S)
 
-    def _attend(self) -> None:
+    def _listen(self) -> None:
         try:
             settings, (role, rank) = self._settings, self._place
             token = parse(settings.token_bytes(), role, rank)
@@ -78,7 +78,7 @@ class Attendant:
                         self.first_cause = self.first_cause or message
                     self._answered.set()
         except (OSError, FastPSError):
-            pass  # it has ended, or is not there: then nothing is known
+            pass  # the scheduler has ended, or cannot be reached: the cause stays unknown
         finally:
             self._answered.set()
 
