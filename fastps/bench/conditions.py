@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import os
 import platform
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fastps.config import explain
+from fastps.config.versions import version_of
 
 _PROC = Path("/proc")
 
@@ -33,7 +33,7 @@ def conditions() -> dict[str, Any]:
         "kernel": platform.release(),
         "congestion": _text("sys/net/ipv4/tcp_congestion_control").strip() or "unknown",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("fastps", "numpy", "numba")},
+        "versions": {name: version_of(name) for name in ("fastps", "numpy", "numba")},
         "settings": {name: value for name, value, source in explain() if source != "default"},
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -100,10 +100,3 @@ def _field(file: str, *names: str) -> str:
     """Return the text after the colon of the first line that begins with one of the names."""
     lines = (line for line in _text(file).splitlines() if line.lower().startswith(names))
     return next(lines, "").partition(":")[2].strip()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

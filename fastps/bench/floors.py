@@ -47,7 +47,7 @@ from fastps.transport import sockets, tcp
 PIECE = 256 << 10  # bytes; half of it read, half written, all of it in a second-level cache
 ALIGNMENT = 64
 EXCHANGE_BYTES = 64 << 10  # fits into every socket's buffer without a reader
-BUFFER_BYTES = 4 << 20  # of a Unix socket; the kernel gives less where it allows less
+BUFFER_BYTES = 4 << 20  # of a Unix socket; the kernel may limit it
 PASSING_BYTES = 256 << 10  # what a server holds at a time: it stays in its cache
 GROUP_BYTES = 16 << 20  # several times what the buffers of a connection hold
 # The network paces the arrivals, so a mean needs fewer bytes than between buffers of one host.

@@ -66,7 +66,7 @@ def _compare(a: figures.Result, b: figures.Result) -> int:
         raise BenchError("the two results have no size and mode in common")
     shown = screen.make_screen()
     for line in screen.differences(a, b):
-        shown.say(f"differs: {line}")
+        shown.write(f"differs: {line}")
     shown.table(screen.COMPARED, groups)
     return 0
 
@@ -105,7 +105,7 @@ def _in_job(options: Options) -> int:
 def _measure(options: Options, start: Callable[[], RunnerSet]) -> int:
     """Measure with all runners, show the figures, and write them."""
     shown, found = screen.make_screen(), conditions()
-    shown.say(headline(found))
+    shown.write(headline(found))
     active = start()
     steps = len(options.works) * len(active.runners) * (options.runs + 1)
     with shown.progress(steps) as step:
@@ -117,7 +117,7 @@ def _measure(options: Options, start: Callable[[], RunnerSet]) -> int:
     if rows or floors:
         shown.table(screen.HEADS, [screen.cells_of(*group) for group in groups if any(group)])
     for name, reason in active.failures.items():
-        shown.say(f"not measured: {name}: {reason}")
+        shown.write(f"not measured: {name}: {reason}")
     _write(result, options, shown)
     return 1 if active.failures else 0
 
@@ -126,10 +126,10 @@ def _write(result: figures.Result, options: Options, shown: screen.PlainScreen) 
     """Write the files that the options name."""
     if options.json_path is not None:
         figures.write(options.json_path, result)
-        shown.say(f"figures and conditions: {options.json_path}")
+        shown.write(f"figures and conditions: {options.json_path}")
     if options.plot_path is not None and result.rows:
         plot.draw(result, options.plot_path)
-        shown.say(f"plot: {options.plot_path}")
+        shown.write(f"plot: {options.plot_path}")
 
 
 @dataclasses.dataclass

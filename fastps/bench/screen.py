@@ -111,7 +111,7 @@ class PlainScreen:
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self._out, self._err = out, err
 
-    def say(self, text: str) -> None:
+    def write(self, text: str) -> None:
         """Show a text."""
         self._out.write(text + "\n")
         self._out.flush()
@@ -133,9 +133,9 @@ class PlainScreen:
         """Show all lines, with an empty line between groups."""
         every = [line for group in groups for line in group]
         shown = iter(plain_table(heads, every).splitlines())
-        self.say(next(shown))
+        self.write(next(shown))
         for group in groups:
-            self.say("\n".join(["", *(next(shown) for _ in group)]))
+            self.write("\n".join(["", *(next(shown) for _ in group)]))
 
 
 class RichScreen(PlainScreen):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is in the job: the scheduler, and each member's connection to it.
+"""The members of the job: the scheduler, and each member's connection to it.
 
-Decides ranks, tensor ids, owners of keys, who is lost and who is to blame. Must never know a
-tensor's bytes: it moves small messages alone. Threads: the scheduler is one event loop; a member
-has a reader (fastps:control) that hands answers to callers and events to the session.
+Decides ranks, tensor ids, owners of keys, which members are lost and which is to blame. Must never
+know a tensor's bytes: it only moves small messages. Threads: the scheduler is one event loop; a
+member has a reader (fastps:control) that hands answers to callers and events to the session.
 Read protocol.py (the messages), membership.py and declarations.py (decisions, without I/O),
 scheduler.py (the loop), client.py (a member's side), rendezvous.py (jobs of other launchers).
 """

@@ -81,14 +81,13 @@ def refuse(
 def _refuse_size(join: Join, config: Config) -> str | None:
     if join.role == "server":
         return None
-    validators = join.num_validators
-    for role, theirs, is_open in (
-        ("worker", join.size, join.size == 0),
-        ("server", join.num_servers, join.num_servers == 0),
-        ("validator", validators, False),
+    for role, theirs, may_be_unset in (
+        ("worker", join.size, True),
+        ("server", join.num_servers, True),
+        ("validator", join.num_validators, False),
     ):
         ours, variable = places(config, role)
-        if theirs != ours and not is_open:
+        if theirs != ours and not (may_be_unset and theirs == 0):
             return (
                 f"this {join.role} expects {theirs} {role}(s), the scheduler {ours}; set "
                 f"{variable} to the same number everywhere"
@@ -217,9 +216,9 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     goes_on = workers[0].join.goes_on
     is_apart = config.force_distributed or (goes_on and bool(servers))
     is_local = len(firsts) == 1 and not is_apart
-    judges = [item for item in workers if item.join.role == "validator"]
-    if judges:
-        return _plan_judged(config, workers, judges, servers, machines)
+    validators = [item for item in workers if item.join.role == "validator"]
+    if validators:
+        return _plan_with_validators(config, workers, validators, servers, machines)
     if not (is_local or goes_on) and _wants_joint(config, list(firsts.values()), len(servers)):
         joint = list(firsts.values())
     if not goes_on:
@@ -235,13 +234,13 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
     )
 
 
-def _plan_judged(
-    config: Config, workers: list[Peer], judges: list[Peer], servers: list[Peer],
+def _plan_with_validators(
+    config: Config, workers: list[Peer], validators: list[Peer], servers: list[Peer],
     machines: dict[str, int],
 ) -> Plan:  # fmt: skip
     """Plan a job with validators: servers or else validators serve, workers are not trusted."""
     is_joint = config.colocate == "on" or (config.colocate == "auto" and not servers)
-    joint = judges if is_joint else []
+    joint = validators if is_joint else []
     _check_serving(config, joint, len(servers), n_machines=len(machines), is_local=False)
     peers = workers + servers
     owners = tuple(peers.index(item) for item in servers + joint)

@@ -69,16 +69,16 @@ class Suspicion:
 class Suspicions:
     """Members, by peer number, that others cannot reach, until evidence shows which is dead."""
 
-    def __init__(self, *, is_judged: bool = False) -> None:
-        """Start without suspicions; is_judged: workers' reports about others are not believed."""
-        self._is_judged = is_judged
+    def __init__(self, *, has_validators: bool = False) -> None:
+        """Start without suspicions; has_validators: workers are not believed about others."""
+        self._has_validators = has_validators
         self._all: list[Suspicion] = []
 
     def add(
         self, suspect: tuple[int, str], reporter: tuple[int, str], report: str, now: float
     ) -> None:
         """Suspect a member, as (peer, name), whose connection another member reports as lost."""
-        if self._is_judged and reporter[1].startswith("worker"):
+        if self._has_validators and reporter[1].startswith("worker"):
             suspect, reporter = reporter, suspect
         (peer, name), (other, name_of_other) = suspect, reporter
         text = f"{name_of_other} lost its data connection to it: {report}"

@@ -228,12 +228,9 @@ class ControlClient:
         sock = dial_control(config, token, deadline=deadline)
         client = cls(config, sock, token, on_event)
         try:
-            join = _make_join(config, next(client._numbers), role, data_address, client)
             machine = machine or machine_name(config, is_shared=True)
-            if token.is_own and join.rank is None:
-                join = replace(join, rank=token.rank)
-            join = replace(
-                join, unix=unix, machine=text_of(machine), gid=text_of(gid), serves=serves
+            join = client._make_join(
+                role, data_address, unix=unix, machine=machine, gid=gid, serves=serves
             )
             client._join(join, deadline)
         except BaseException:
@@ -437,6 +434,40 @@ class ControlClient:
         self.watch = _nothing
 
     # ---- joining ----
+
+    def _make_join(
+        self,
+        role: str,
+        data_address: tuple[str, int] | None,
+        *,
+        unix: str,
+        machine: str,
+        gid: str,
+        serves: bool,
+    ) -> Join:
+        config, is_worker = self._config, role != "server"
+        host, port = data_address or (self.local_address, 0)
+        return Join(
+            request=next(self._numbers),
+            role=role,
+            rank=self._token.rank if config.rank is None and self._token.is_own else config.rank,
+            local_rank=config.local_rank,
+            local_size=config.local_size,
+            size=config.size if is_worker else 0,
+            num_servers=config.num_servers if is_worker else 0,
+            host=self.local_address if sockets.is_wildcard(host) else host,
+            port=port,
+            pid=os.getpid(),
+            hostname=text_of(socket.gethostname()),
+            host_id=text_of(host_id()),
+            machine=text_of(machine),
+            unix=unix,
+            gid=text_of(gid),
+            links_per_peer=config.links_per_peer,
+            serves=serves,
+            goes_on=config.goes_on,
+            num_validators=config.num_validators if is_worker else 0,
+        )
 
     def _join(self, message: Join, deadline: float) -> None:
         timeout_s = self._config.handshake_timeout_s
@@ -674,33 +705,3 @@ def _ignore(event: Event) -> None:
 
 def _nothing() -> None:
     """Watch nothing."""
-
-
-def _make_join(
-    config: Config,
-    number: int,
-    role: str,
-    data_address: tuple[str, int] | None,
-    client: ControlClient,
-) -> Join:
-    host, port = data_address or (client.local_address, 0)
-    is_worker = role != "server"
-    return Join(
-        request=number,
-        role=role,
-        rank=config.rank,
-        local_rank=config.local_rank,
-        local_size=config.local_size,
-        size=config.size if is_worker else 0,
-        num_servers=config.num_servers if is_worker else 0,
-        host=client.local_address if sockets.is_wildcard(host) else host,
-        port=port,
-        pid=os.getpid(),
-        hostname=text_of(socket.gethostname()),
-        host_id=text_of(host_id()),
-        machine="",
-        unix="",
-        links_per_peer=config.links_per_peer,
-        goes_on=config.goes_on,
-        num_validators=config.num_validators if is_worker else 0,
-    )

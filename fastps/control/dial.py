@@ -14,7 +14,6 @@ import socket
 import time
 
 from fastps.config import Config
-from fastps.control.protocol import Absent, pack_to_scheduler
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
 from fastps.security.handshake import ClientHandshake, Purpose
 from fastps.security.tokens import CONTROL, Token, parse
@@ -74,17 +73,6 @@ def dial_control(config: Config, token: Token, *, deadline: float) -> socket.soc
 def token_of(config: Config) -> Token:
     """Return this process's token. Raises ConfigError."""
     return parse(config.token_bytes(), config.role, config.rank)
-
-
-def report_absent(config: Config, message: Absent, *, timeout_s: float) -> None:
-    """Report to the scheduler of another machine that a process has ended; blocks to timeout_s.
-
-    Raises what dial() raises, and OSError.
-    """
-    token = parse(config.token_bytes(), message.role, message.rank)
-    with dial_control(config, token, deadline=time.monotonic() + timeout_s) as sock:
-        sock.settimeout(timeout_s)
-        sock.sendall(pack_to_scheduler(message))
 
 
 def wait_for_name(config: Config) -> None:

@@ -123,7 +123,7 @@ class Membership:
         self.first_cause: PeerLost | None = None
         self._config = config
         self._peers: dict[int, Peer] = {}
-        self._suspicions = Suspicions(is_judged=config.num_validators > 0)
+        self._suspicions = Suspicions(has_validators=config.num_validators > 0)
         self._departure = ""  # text about a member that stopped serving while others worked
         self._notes: list[str] = []
         self._to_end: set[Place] = set()  # their launcher is about to end these
@@ -271,7 +271,7 @@ class Membership:
         return waiting | {(peer, what.request) for peer, what in asked if what is not None}
 
     def members(self) -> tuple[tuple[int, str, int | None], ...]:
-        """List (peer, role, rank) of everybody in the job or its lobby."""
+        """List (peer, role, rank) of all members of the job or its lobby."""
         return tuple((item.peer, item.join.role, item.rank) for item in self._peers.values())
 
     def missing_text(self) -> str:
@@ -372,8 +372,8 @@ class Membership:
             return
         if any(not item.has_started and item.start_request is None for item in workers + servers):
             return
-        judges = number(self._of_role("validator"))
-        self._start(number(self._of_role("worker")) + judges, number(servers), now)
+        validators = number(self._of_role("validator"))
+        self._start(number(self._of_role("worker")) + validators, number(servers), now)
 
     def _start(self, workers: list[Peer], servers: list[Peer], now: float) -> None:
         try:

@@ -91,7 +91,8 @@ class Scheduler:
         machines: of the members, as far as a launcher knows. Raises ConfigError for a wrong token.
         """
         self._config = config
-        self._membership = Membership(config, now=time.monotonic(), machines=machines)
+        # changed on the loop's thread alone, read by others
+        self.membership = Membership(config, now=time.monotonic(), machines=machines)
         self._on_ready = on_ready
         self._listeners = list(listeners)
         self._token = _job_token(config)
@@ -122,32 +123,17 @@ class Scheduler:
     def statistics(self) -> SchedulerStatistics:
         """Return the state of the moment."""
         return SchedulerStatistics(
-            self._membership.phase.value,
-            self._membership.generation,
-            len(self._membership.members()),
+            self.membership.phase.value,
+            self.membership.generation,
+            len(self.membership.members()),
             len(self._gate.half_open),
-            MappingProxyType(self._gate.refused | self._membership.refused),
+            MappingProxyType(self._gate.refused | self.membership.refused),
         )
-
-    @property
-    def has_been_tried(self) -> bool:
-        """Return whether a worker has ever asked to join."""
-        return self._membership.has_been_tried
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether all workers were ever in the job together."""
-        return self._membership.has_begun
 
     @property
     def first_cause(self) -> PeerLost | None:
         """Return which member was lost first, if any; from any thread, also after the end."""
-        return self._membership.first_cause
-
-    @property
-    def inquiries(self) -> int:
-        """Return the number of inquiries under way."""
-        return self._membership.inquiries
+        return self.membership.first_cause
 
     async def run(self) -> int:
         """Listen and serve until the job is over; return the exit status of the process."""
@@ -186,11 +172,11 @@ class Scheduler:
     def expect_ends(self, places: Sequence[Place], why: str) -> None:
         """Note that a launcher is about to end these processes. From any thread."""
         self._has_launcher_ended = True
-        self._call(self._membership.expect_ends, places, why)
+        self._call(self.membership.expect_ends, places, why)
 
     def request_locations(self) -> None:
         """Log which workers wait for which, once they have answered. From the loop's thread."""
-        self._do(self._membership.request_locations(self._loop.time()))
+        self._do(self.membership.request_locations(self._loop.time()))
 
     def report_absent(self, message: Absent) -> None:
         """Note that a process has ended, as its launcher reports. From any thread."""
@@ -202,7 +188,7 @@ class Scheduler:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _report_absent(self, message: Absent) -> None:
-        self._do(self._membership.receive(0, message, self._loop.time()))
+        self._do(self.membership.receive(0, message, self._loop.time()))
 
     # ---- listening ----
 
@@ -312,16 +298,16 @@ class Scheduler:
         self._tokens[peer] = token
         cause = "its control connection closed: it crashed, was killed or ended without shutdown()"
         try:
-            self._do(self._membership.receive(peer, join, self._loop.time()))
+            self._do(self.membership.receive(peer, join, self._loop.time()))
             async for message in _messages(reader):
-                self._do(self._membership.receive(peer, message, self._loop.time()))
+                self._do(self.membership.receive(peer, message, self._loop.time()))
         except ProtocolError as error:
             cause = f"it broke the control protocol: {error}"
         except OSError as error:
             cause = f"its control connection broke: {error.strerror or error}"
         finally:
             del self._controls[peer], self._tokens[peer]
-            self._do(self._membership.closed(peer, cause, self._loop.time()))
+            self._do(self.membership.closed(peer, cause, self._loop.time()))
 
     async def _serve_launcher(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -344,26 +330,26 @@ class Scheduler:
             self._launchers.discard(writer)
 
     def _are_out(self, places: Sequence[Place]) -> bool:
-        members = {(role, rank) for _, role, rank in self._membership.members()}
+        members = {(role, rank) for _, role, rank in self.membership.members()}
         return members.isdisjoint(places)
 
     async def _serve_pulse(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Renew a lease at every byte; the member's control connection must be open already."""
-        if peer in self._pulses or not self._membership.pulse(peer, self._loop.time()):
+        if peer in self._pulses or not self.membership.pulse(peer, self._loop.time()):
             host, *_ = writer.get_extra_info("peername") or ("unknown",)
             self._gate.refuse("pulse of nobody", host, f"peer {peer} has no lease to renew")
             return
         self._pulses[peer] = writer
         try:
             while await reader.read(PULSE_READ_BYTES):
-                self._membership.pulse(peer, self._loop.time())
+                self.membership.pulse(peer, self._loop.time())
         except OSError as error:
             log.debug("pulse of peer %d broke: %s", peer, error)
         finally:
             del self._pulses[peer]
-            self._do(self._membership.pulse_closed(peer, self._loop.time()))
+            self._do(self.membership.pulse_closed(peer, self._loop.time()))
 
     # ---- actions ----
 
@@ -420,7 +406,7 @@ class Scheduler:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = self._membership.next_deadline()
+        due = self.membership.next_deadline()
         if due is not None:
             self._timer = self._loop.call_at(due, self._tick, due)
 
@@ -429,17 +415,17 @@ class Scheduler:
         late_s = self._loop.time() - due
         if late_s > OVERSLEPT_S:
             log.warning("the scheduler itself was stopped for %.1f s", late_s)
-            self._do(self._membership.slept(self._loop.time()))
+            self._do(self.membership.slept(self._loop.time()))
         self._loop.call_soon(self._tick_membership)  # runs behind the readers woken now
 
     def _tick_membership(self) -> None:
-        self._do(self._membership.tick(self._loop.time()))
+        self._do(self.membership.tick(self._loop.time()))
 
     def _stop(self, reason: str) -> None:
-        if self._membership.phase is Phase.OVER and not self._finished.done():
+        if self.membership.phase is Phase.OVER and not self._finished.done():
             self._finished.set_result(Finish(1, f"{reason} again"))
             return
-        self._do(self._membership.stop(reason, self._loop.time()))
+        self._do(self.membership.stop(reason, self._loop.time()))
 
     async def _close_connections(self) -> None:
         """Flush the connections, then close them."""

@@ -43,7 +43,7 @@ class HostedScheduler:
     @property
     def members(self) -> int:
         """Return the number of members."""
-        return self._scheduler.statistics().members
+        return len(self._scheduler.membership.members())
 
     def close(self, timeout_s: float) -> None:
         """Wait up to timeout_s seconds until all members have left, then end the thread."""
@@ -60,7 +60,7 @@ class HostedScheduler:
 
     def _end(self, timeout_s: float) -> None:
         """Stop when no member is left, or after timeout_s; until then look again."""
-        if timeout_s > 0 and self._scheduler.statistics().members:
+        if timeout_s > 0 and len(self._scheduler.membership.members()):
             self._loop.call_later(_LOOK_S, self._end, timeout_s - _LOOK_S)
         else:
             self._scheduler.stop("the worker that hosted it has left")

@@ -34,7 +34,7 @@ from fastps.launch.cause import (
     cause_of,
     first_of,
 )
-from fastps.launch.cause_listener import CauseListener
+from fastps.launch.messenger import CauseListener
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, end_helpers, helpers, sweep
 from fastps.launch.progress_line import PERIOD_S, LiveLine, MergedLine
@@ -185,7 +185,7 @@ class Job:
             self._stop_in_order()
             self._end_helpers()
         except BrokenPipeError:
-            self._set_cause(_no_reader())
+            self.set_cause(_no_reader())
             self._kill_all()
         finally:
             self._end_live()
@@ -204,10 +204,6 @@ class Job:
             with contextlib.suppress(BrokenPipeError):
                 line.close()
                 self._screen.live("")
-
-    def abandon(self, cause: Cause) -> None:
-        """Set the job's first cause from outside, such as a program that cannot be started."""
-        self._set_cause(cause)
 
     def _has_work(self) -> bool:
         return self.cause is None and any(map(self._alive, PROGRAMS))
@@ -229,7 +225,8 @@ class Job:
         until = time.monotonic() + self._grace_s
         self._wait_while(lambda: self.cause is None and bool(self._alive("server")), until=until)
 
-    def _set_cause(self, cause: Cause) -> None:
+    def set_cause(self, cause: Cause) -> None:
+        """Set the first cause, unless there is one."""
         if self.cause is None:
             self.cause = cause
             self._on_cause(cause)
@@ -374,7 +371,7 @@ class Job:
                 f"with `kill -CONT {pids}`, or it is ended in {self._grace_s:g} s", is_alarm=True,
             )  # fmt: skip
         elif waited_s >= _STOPPED_S + self._grace_s:
-            self._set_cause(Cause(
+            self.set_cause(Cause(
                 f"{names}: stopped by a signal (SIGSTOP) after its work, and not resumed within "
                 f"{waited_s:.0f} s", EXIT_HELD,
             ))  # fmt: skip
@@ -401,11 +398,11 @@ class Job:
             self._find_lost_part(accusation, accused, is_late=is_late)
             return
         if accused is not None and accused.exit_code:
-            self._set_cause(cause_of(accused, None))
+            self.set_cause(cause_of(accused, None))
         elif accusation is None or (is_late and accused is None):
-            self._set_cause(cause_of(first_of(self._failed), accusation))
+            self.set_cause(cause_of(first_of(self._failed), accusation))
         elif is_late and accused is not None:
-            self._set_cause(cause_in(accused, accusation))
+            self.set_cause(cause_in(accused, accusation))
 
     def _find_lost_part(
         self, accusation: Accusation | None, accused: Part | None, *, is_late: bool
@@ -420,7 +417,7 @@ class Job:
         if accused.is_alive and self._settled_at is None:
             self._settled_at = time.monotonic() + self._grace_s
         elif is_late or not accused.is_alive:
-            self._set_cause(cause_in(accused, accusation))
+            self.set_cause(cause_in(accused, accusation))
 
     def _accused(self) -> tuple[Accusation | None, Part | None]:
         """Return the accusation, by the scheduler or a failed part, and the accused part here."""
@@ -443,12 +440,13 @@ class Job:
         hostname, do not use the job.
         """
         job, workers = self._scheduler, [part for part in self.parts if part.role == "worker"]
-        if self.cause is not None or not workers or job is None or job.has_begun:
+        if self.cause is not None or not workers or job is None or job.membership.has_begun:
             return
         self._drain(self._streams(workers))
-        said = [line for part in workers for line in part.stderr.tail if outside_job.WORDS in line]
-        if job.n_workers > 1 and (job.has_been_tried or said):
-            self._set_cause(Cause(
+        lines = [line for part in workers for line in part.stderr.tail]
+        has_trained_alone = any(outside_job.WORDS in line for line in lines)
+        if job.n_workers > 1 and (job.membership.has_been_tried or has_trained_alone):
+            self.set_cause(Cause(
                 f"the {job.n_workers} workers ended with code 0 but were never in one job "
                 "together, so each of them trained alone; let all of them call fastps.init(), or "
                 'torch.distributed.init_process_group("fastps"), before training, and let the '
@@ -459,7 +457,7 @@ class Job:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
             text = f"the job did not end within --timeout {self._timeout_s:g} seconds"
-            self._set_cause(Cause(text, EXIT_TIMEOUT, has_time=False))
+            self.set_cause(Cause(text, EXIT_TIMEOUT, has_time=False))
 
     # ---- stopping ----
 
@@ -556,7 +554,7 @@ class Job:
                 self._screen.report(f"could not end: {', '.join(left)}", is_alarm=True)
             self._report_oddities()
         except BrokenPipeError:
-            self._set_cause(_no_reader())
+            self.set_cause(_no_reader())
         finally:
             self._selector.close()
 
@@ -576,7 +574,7 @@ class Job:
         if self.cause is not None:
             return
         workers = [part for part in self.parts if part.role == "worker"]
-        if workers and self._scheduler is not None and not self._scheduler.has_begun:
+        if workers and self._scheduler is not None and not self._scheduler.membership.has_begun:
             self._screen.report(
                 f"no worker called fastps.init(): these were {len(workers)} separate runs of the "
                 "same program. Call init() before the training, or run it without fastps-run",

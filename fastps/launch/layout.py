@@ -82,9 +82,9 @@ class Layout:
         """Return which processes of the job run on this machine, in words."""
         workers = _words("worker", self.worker_ranks, self.size)
         servers = _words("server", self.server_ranks, self.num_servers)
-        judges = _words("validator", self.validator_ranks, self.num_validators)
+        validators = _words("validator", self.validator_ranks, self.num_validators)
         words = f"machine {self.machine} of {len(self.workers)}: {workers}, {servers}"
-        return f"{words}, {judges}" if self.num_validators else words
+        return f"{words}, {validators}" if self.num_validators else words
 
 
 def make_layout(

@@ -109,7 +109,7 @@ def _run(
             fleet.add_machine(machine)
             machine.order(words)
     except StartError as error:
-        fleet.abandon(Cause(str(error), error.exit_code))
+        fleet.set_cause(Cause(str(error), error.exit_code))
     return fleet.run()
 
 
@@ -172,7 +172,7 @@ class Fleet(Job):
         if self._answer_by is not None and time.monotonic() >= self._answer_by:
             self._answer_by = None
             missing = [machine.name for machine in self._machines if not machine.is_ready]
-            self._set_cause(Cause(
+            self.set_cause(Cause(
                 f"no answer from {', '.join(missing)} within {self._patience_s:g} s, so nothing "
                 "was started; raise --start-timeout if they are only slow", 1,
             ))  # fmt: skip

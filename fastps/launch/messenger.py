@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report ended processes to the scheduler, which knows nothing of those that never joined.
+"""The launcher's messages to and from the job's scheduler, on this machine or another one.
 
-On the scheduler's machine the report is a call; from other machines it is a connection, which a
-thread makes, so that the job's loop never waits. Only ends within the start timeout are reported:
-later the scheduler knows every member. Used from the launcher's main thread.
+`Messenger` reports ended processes to the scheduler, which knows nothing of those that never
+joined. On the scheduler's machine that is a call; from other machines it is a connection. Only
+ends within the start timeout are reported: later the scheduler knows every member.
+
+`CauseListener` learns from a scheduler on another machine which member was lost first. Only the
+scheduler can tell that a worker of this machine is lost although its process still runs (it is
+stopped) or ended with success in the middle of the job. If the scheduler cannot be reached the
+first cause stays unknown, without an error.
+
+Used from the launcher's main thread; threads make the connections, so that the job's loop never
+waits.
 """
 
 from __future__ import annotations
@@ -12,19 +20,32 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fastps.config import Config, load
-from fastps.control.dial import report_absent
-from fastps.control.protocol import Absent, text_of
+from fastps.control.dial import dial_control
+from fastps.control.protocol import (
+    LENGTH,
+    Absent,
+    Attend,
+    AwaitEnds,
+    PeerLost,
+    ToMember,
+    body_nbytes,
+    pack_to_scheduler,
+    text_of,
+    unpack_to_member,
+)
 from fastps.errors import FastPSError
-from fastps.launch.cause_listener import CauseListener
 from fastps.launch.options import Options
 from fastps.launch.plan import ProcessSpec
 from fastps.launch.processes import Child
 from fastps.launch.scheduler import SchedulerThread
+from fastps.security.tokens import parse
 
 REPORT_S = 2.0  # for a report to a scheduler on another machine
+_JOIN_S = 1.0  # for the listener's thread to end
+Place = tuple[str, int]  # role and rank
 
 
 class Messenger:
@@ -77,7 +98,10 @@ class Messenger:
     def _report_remote(self, settings: Config, message: Absent) -> None:
         """Report to another machine; a scheduler out of reach has ended, or waits in vain."""
         with contextlib.suppress(FastPSError, OSError):
-            report_absent(settings, message, timeout_s=REPORT_S)
+            token = parse(settings.token_bytes(), message.role, message.rank)
+            with dial_control(settings, token, deadline=time.monotonic() + REPORT_S) as sock:
+                sock.settimeout(REPORT_S)
+                sock.sendall(pack_to_scheduler(message))
 
     def close(self) -> None:
         """Wait until all reports are sent, up to REPORT_S."""
@@ -86,3 +110,58 @@ class Messenger:
         until = time.monotonic() + REPORT_S
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
+
+
+class CauseListener:
+    """The first cause that one launcher hears from its scheduler; made after its processes."""
+
+    def __init__(self, settings: Config, place: Place) -> None:
+        """Connect in a thread; settings, place: of one of this launcher's processes."""
+        self.first_cause: PeerLost | None = None
+        self._settings, self._place = settings, place
+        self._answered = threading.Event()
+        self._sock: socket.socket | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)
+        self._thread.start()
+
+    def wait_ends(self, places: Sequence[Place], timeout_s: float) -> None:
+        """Wait until the scheduler has seen these processes end, if it can be reached."""
+        with contextlib.suppress(OSError, FastPSError):
+            if self._sock is not None and self.first_cause is None:
+                self._sock.sendall(pack_to_scheduler(AwaitEnds(1, tuple(places))))
+                self._answered.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the connection. Blocks up to _JOIN_S."""
+        self._is_closed = True
+        if self._sock is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._thread.join(_JOIN_S)
+
+    def _listen(self) -> None:
+        try:
+            settings, (role, rank) = self._settings, self._place
+            token = parse(settings.token_bytes(), role, rank)
+            until = time.monotonic() + settings.start_timeout_s
+            with dial_control(settings, token, deadline=until) as sock:
+                sock.settimeout(None)
+                sock.sendall(pack_to_scheduler(Attend(role, rank)))
+                self._sock = sock
+                if self._is_closed:
+                    return
+                for message in _messages(sock):
+                    if isinstance(message, PeerLost):
+                        self.first_cause = self.first_cause or message
+                    self._answered.set()
+        except (OSError, FastPSError):
+            pass  # the scheduler has ended, or cannot be reached: the cause stays unknown
+        finally:
+            self._answered.set()
+
+
+def _messages(sock: socket.socket) -> Iterator[ToMember]:
+    with sock.makefile("rb") as stream:
+        while len(prefix := stream.read(LENGTH.size)) == LENGTH.size:
+            yield unpack_to_member(stream.read(body_nbytes(prefix)))

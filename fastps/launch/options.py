@@ -105,7 +105,7 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(map(count(0, 4096), text.split(",")))
 
 
-def _judges(text: str) -> tuple[int, ...]:
+def _validators(text: str) -> tuple[int, ...]:
     """Parse numbers of validators; in bfrun and horovodrun -v has another meaning."""
     try:
         return _counts(text)
@@ -229,7 +229,7 @@ def parse(arguments: Sequence[str]) -> Options:
     for flag, advice in ADVICE.items():
         if found.pop(field_of(flag), None) is not None:
             parser.error(f"{flag} is not needed here: {advice}")
-    command, workers, servers, judges, machines, machine, listed, hostfile, total = map(
+    command, workers, servers, validators, machines, machine, listed, hostfile, total = map(
         found.pop, _NOT_OPTIONS
     )
     command = command[1:] if command[:1] == ["--"] else command
@@ -246,13 +246,13 @@ def parse(arguments: Sequence[str]) -> Options:
             )
         if hosts:
             _check_alone(machines, machine, hosts)
-            layout = place(hosts, workers, servers, judges, total=total)
+            layout = place(hosts, workers, servers, validators, total=total)
             hosts = hosts[: len(layout.workers)]
             check_all_have_work(layout, hosts)
             layout = dataclasses.replace(layout, names=tuple(host.address for host in hosts))
         else:
             workers = workers if total is None else split_evenly(total, machines or 1)
-            counts = (workers or (1,), servers or (0,), judges or (0,))
+            counts = (workers or (1,), servers or (0,), validators or (0,))
             layout = make_layout(*counts, machines=machines, machine=machine)
     except ValueError as error:
         parser.error(str(error))
@@ -332,7 +332,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="server processes per machine, or a list (default 0)",
     )  # fmt: skip
     here.add_argument(
-        "-v", "--validators", type=_judges, default=None, metavar="N",
+        "-v", "--validators", type=_validators, default=None, metavar="N",
         help="validators per machine, or a list (default 0): trusted copies of the command that "
         "judge what workers send (docs/byzantine.md)",
     )  # fmt: skip

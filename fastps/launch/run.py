@@ -17,6 +17,7 @@ import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -26,7 +27,6 @@ from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.allocation import spread
 from fastps.launch.cause import Cause
-from fastps.launch.commits import kept_commits
 from fastps.launch.exit_report import make_screen, run_again, show_end, wants_live
 from fastps.launch.job import Job, SignalInbox
 from fastps.launch.leader import lead
@@ -96,8 +96,24 @@ def launch(
 
     server_command: starts a server. Blocks until every process has ended.
     """
-    with kept_commits(options, environment) as complete:
+    with _commit_directory(options, environment) as complete:
         return _launch(complete, environment, server_command)
+
+
+@contextlib.contextmanager
+def _commit_directory(options: Options, environment: Mapping[str, str]) -> Iterator[Options]:
+    """Yield the options with a temporary directory for elastic commits, unless the user names one.
+
+    If none can be made the options stay as they are, and the first commit reports it.
+    """
+    with contextlib.ExitStack() as stack:
+        is_given = "FASTPS_COMMIT_DIR" in {**environment, **dict(options.environment)}
+        if options.restarts and not options.is_dry_run and not is_given:
+            with contextlib.suppress(OSError):
+                made = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastps-commits-"))
+                setting = ("FASTPS_COMMIT_DIR", made)
+                options = dataclasses.replace(options, environment=(*options.environment, setting))
+        yield options
 
 
 def _launch(
@@ -196,11 +212,11 @@ def run_plan(
             line = ForwardedLine(job_id, forward_paces) if forward_paces else LiveLine(job_id)
             job.show_live(line)
     except StartError as error:
-        job.abandon(Cause(str(error), error.exit_code))
+        job.set_cause(Cause(str(error), error.exit_code))
     except ConfigError as error:
-        job.abandon(Cause(str(error), EXIT_SETTINGS))
+        job.set_cause(Cause(str(error), EXIT_SETTINGS))
     except OSError as error:  # of the output files
-        job.abandon(Cause(str(error), 1))
+        job.set_cause(Cause(str(error), 1))
     cause = job.run()
     if not options.layout.needs_scheduler:
         give_terminal(os.getpgrp())

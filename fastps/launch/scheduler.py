@@ -25,6 +25,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 from fastps.config import Config
+from fastps.control.membership import Phase
 from fastps.control.protocol import Absent, PeerLost
 from fastps.control.scheduler import Scheduler
 from fastps.errors import ConfigError
@@ -74,6 +75,7 @@ class SchedulerThread:
         self.stderr = stderr
         self._settings = settings
         self._scheduler = Scheduler(settings, listeners=listeners, machines=machines)
+        self.membership = self._scheduler.membership
         self._others = others
         self._patience_s = patience_s
         reader, self._writer = os.pipe()
@@ -115,12 +117,12 @@ class SchedulerThread:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end; give up silently at the deadline."""
+        """Wait for the end; return silently at the deadline."""
         self._thread.join(timeout_s)
         self.notice_end()
 
     def send(self, number: int, *, why: str = "") -> None:
-        """End the job, and say why to those who are in it; at once for SIGKILL."""
+        """End the job and send the reason to its members; at once for SIGKILL."""
         self._order(self._cut if number == signal.SIGKILL else functools.partial(self._end, why))
 
     def pass_on(self, number: int) -> None:
@@ -145,19 +147,9 @@ class SchedulerThread:
         self._order(functools.partial(self._end_when_left, why))
 
     @property
-    def has_been_tried(self) -> bool:
-        """Return whether a worker has asked to join the job, whether accepted or refused."""
-        return self._scheduler.has_been_tried
-
-    @property
-    def has_begun(self) -> bool:
-        """Return whether all workers were ever in the job together."""
-        return self._scheduler.has_begun
-
-    @property
     def has_been_left(self) -> bool:
         """Return whether all workers were in the job together and have left it."""
-        return self.has_begun and self._phase() in ("lobby", "over")
+        return self.membership.has_begun and self.membership.phase in (Phase.LOBBY, Phase.OVER)
 
     @property
     def n_workers(self) -> int:
@@ -167,7 +159,7 @@ class SchedulerThread:
     @property
     def first_cause(self) -> PeerLost | None:
         """Return which member was lost first, if any; also after the end."""
-        return self._scheduler.first_cause
+        return self.membership.first_cause
 
     def describe(self) -> str:
         """Return the name that messages use."""
@@ -217,9 +209,6 @@ class SchedulerThread:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _phase(self) -> str:
-        return self._scheduler.statistics().phase
-
     async def _wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait until a condition holds, for up to timeout_s."""
         with contextlib.suppress(TimeoutError):
@@ -229,30 +218,32 @@ class SchedulerThread:
 
     async def _end(self, why: str) -> None:
         """Let members that just died be reported as the cause, then end the job in order."""
-        await self._wait_until(lambda: self._phase() != "running", timeout_s=_NOTICE_S)
+        job = self.membership
+        await self._wait_until(lambda: job.phase is not Phase.RUNNING, timeout_s=_NOTICE_S)
         await self._wait_until(self._has_everybody_come, timeout_s=self._patience_s)
-        if self._phase() != "over" and not self._is_ending:  # a second stop ends it at once
+        if job.phase is not Phase.OVER and not self._is_ending:  # a second stop ends it at once
             self._is_ending = True
             self._scheduler.stop(f"{ENDED_BY}: {why}")
 
     def _has_everybody_come(self) -> bool:
         """Return whether no member is still on its way, which would find no scheduler and wait."""
-        now = self._scheduler.statistics()
-        has_begun = now.generation > 1 or now.phase != "lobby"
-        return has_begun or now.members >= self._others
+        job = self.membership
+        has_begun = job.generation > 1 or job.phase is not Phase.LOBBY
+        return has_begun or len(job.members()) >= self._others
 
     async def _inquire(self, is_done: threading.Event) -> None:
-        if self._phase() == "running":
+        if self.membership.phase is Phase.RUNNING:
             self._scheduler.request_locations()
             await asyncio.sleep(_ANSWERS_S)
-            await self._wait_until(lambda: not self._scheduler.inquiries, timeout_s=INQUIRY_S)
+            await self._wait_until(lambda: not self.membership.inquiries, timeout_s=INQUIRY_S)
         is_done.set()
 
     async def _end_when_left(self, why: str) -> None:
-        while self._phase() == "running":  # leases bound this: a silent member is lost
+        job = self.membership
+        while job.phase is Phase.RUNNING:  # leases bound this: a silent member is lost
             await asyncio.sleep(_IDLE_LOOK_S)
-        if self._phase() == "broken":
-            await self._wait_until(lambda: self._phase() == "over", timeout_s=self._patience_s)
+        if job.phase is Phase.BROKEN:
+            await self._wait_until(lambda: job.phase is Phase.OVER, timeout_s=self._patience_s)
         await self._end(why)
 
     async def _cut(self) -> None:

@@ -64,7 +64,7 @@ def test_a_plain_screen_shows_text_and_a_tenth_at_a_time():
         for number in range(40):
             step(f"work {number}")
     shown.table(("a", "b"), [[("1", "2")], [("3", "4"), ("5", "6")]])
-    shown.say("end")
+    shown.write("end")
     assert out.getvalue() == "a  b\n\n1  2\n\n3  4\n5  6\nend\n"
     lines = err.getvalue().splitlines()
     assert len(lines) == 11
@@ -92,7 +92,7 @@ def test_a_terminal_has_a_rich_table(monkeypatch):
     assert "2/2" in out.getvalue()
     lines = screen.cells_of(list(make_result().rows[:4]), [make_floor()])
     shown.table(screen.HEADS, [lines])
-    shown.say("not [b]markup[/b]")
+    shown.write("not [b]markup[/b]")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     for line in lines:
         assert any(" ".join(cell for cell in line if cell) == " ".join(shown.split())
