@@ -658,16 +658,15 @@ class ControlClient:
             self._end(ShutdownError("the job is over or was left"))
             self._decide()
             return
-        lost = self._first_lost or self._lost_scheduler(cause)
+        goes_on = self._config.goes_on and not self._config.num_validators
+        lost = self._first_lost or PeerLost(
+            "scheduler", 0, self._config.scheduler_host, 0, cause, goes_on=goes_on
+        )
         if not self._end(PeerLostError(str(lost))):
             return
         if self._first_lost is None:
             self._note_lost(lost)
             self._deliver(lost)
-
-    def _lost_scheduler(self, cause: str) -> PeerLost:
-        goes_on = self._config.goes_on and not self._config.num_validators
-        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, cause, goes_on=goes_on)
 
     def _end(self, cause: FastPSError) -> bool:
         """Fail all pending and later requests; return False if that was done before."""

@@ -126,7 +126,10 @@ class Collectives:
         asked = [entry.asked for entry in meeting.entries.values()]
         is_root_gone = any(isinstance(one, Blob) and one.root_rank in self._gone for one in asked)
         if self._gone and (is_root_gone or not self._goes_on):
-            return self._end(key, "peer_lost", self._gone_text(key))
+            gone = workers_text(sorted(self._gone))
+            return self._end(
+                key, "peer_lost", f"{_what(key)} cannot complete: {gone} left the job"
+            )
         joined = sorted(self._joined - meeting.entries.keys())
         if joined and key[0] not in ("dispute", "barrier"):
             return self._end(key, "mismatch", _joined_text(key, joined))
@@ -275,10 +278,6 @@ class Collectives:
         """Subtract a worker's data from the bytes that are held."""
         if entry is not None and isinstance(entry.asked, Blob):
             self._held_bytes -= len(entry.asked.data or b"")
-
-    def _gone_text(self, key: Key) -> str:
-        gone = workers_text(sorted(self._gone))
-        return f"{_what(key)} cannot complete: {gone} left the job"
 
     def _late_text(self, key: Key) -> str:
         entries = self._meetings[key].entries

@@ -319,14 +319,11 @@ class Membership:
 
     def _rivals(self, role: str) -> list[Peer]:
         """List the members that compete with a new one for places and ranks."""
-        if role != "server" and self._has_worker_left():
+        working = [item for item in self._programs() if item.is_working]
+        has_one_left = self.phase is Phase.RUNNING and len(working) < self._config.n_programs
+        if role != "server" and has_one_left:
             return [item for item in self._of_role(role) if not item.has_started]
         return self._of_role(role)
-
-    def _has_worker_left(self) -> bool:
-        """Return whether some, not all, workers of this generation have left."""
-        working = [item for item in self._programs() if item.is_working]
-        return self.phase is Phase.RUNNING and len(working) < self._config.n_programs
 
     def _await_start(self, member: Peer, message: AwaitStart, now: float) -> None:
         if member.has_started or member.start_request is not None:
@@ -354,15 +351,12 @@ class Membership:
             now,
             is_first_start=self.generation == 1,
         )
-        if absent and self._is_start_awaited():
+        if absent and any(item.start_request for item in self._peers.values()):
             log.warning("the job cannot start: %s %d: %s", absent.role, absent.rank, absent.cause)
             self._fail_job(
                 PeerLost(absent.role, absent.rank, absent.host, absent.pid, absent.cause)
             )
             self._after_departure(now)
-
-    def _is_start_awaited(self) -> bool:
-        return any(item.start_request for item in self._peers.values())
 
     def _start_if_complete(self, now: float) -> None:
         if self.phase is not Phase.LOBBY:
@@ -542,7 +536,8 @@ class Membership:
         if member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._lose(member, cause)
         elif member.has_started and self.phase is Phase.RUNNING:
-            self._break(member, cause)
+            self._fail_job(self._lost(member, cause))
+            self._dismiss([item for item in self._leaving() if item is not member])
         elif self.phase is Phase.LOBBY:
             self._note_early_end(member, cause, now)
         self._remove(member)
@@ -578,13 +573,8 @@ class Membership:
             self._send_all(self._collectives.remove(member.number))
             self._declarations.remove(member.number)
 
-    def _break(self, member: Peer, cause: str) -> None:
-        """Record the first cause and send it to all members, the lost one included."""
-        self._fail_job(self._lost(member, cause))
-        self._dismiss([item for item in self._leaving() if item is not member])
-
     def _fail_job(self, cause: PeerLost) -> None:
-        """End the job with a first cause: fail all requests, and send the cause."""
+        """Record the first cause, send it to all members, lost ones too, and fail all requests."""
         self.first_cause = cause
         self.phase = Phase.BROKEN
         self._watch.end()

@@ -320,7 +320,8 @@ class Scheduler:
             async for message in _messages(reader):
                 if not isinstance(message, AwaitEnds):
                     raise ProtocolError(f"a launcher may not send {type(message).__name__}")
-                while not self._are_out(message.places):
+                places = set(message.places)
+                while places & {(role, rank) for _, role, rank in self.membership.members()}:
                     await asyncio.sleep(LOOK_S)
                 if self.first_cause is None:
                     writer.write(pack(Done(message.request)))
@@ -328,10 +329,6 @@ class Scheduler:
             log.debug("the connection of a launcher ended: %s", error)
         finally:
             self._launchers.discard(writer)
-
-    def _are_out(self, places: Sequence[Place]) -> bool:
-        members = {(role, rank) for _, role, rank in self.membership.members()}
-        return members.isdisjoint(places)
 
     async def _serve_pulse(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

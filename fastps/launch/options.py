@@ -124,10 +124,6 @@ def _interface(text: str) -> tuple[str, str]:
     return "FASTPS_INTERFACE", text
 
 
-def _timeline(text: str) -> pathlib.Path:
-    return _file(timeline_of(text))
-
-
 def _file(text: str) -> pathlib.Path:
     path = pathlib.Path(text)
     if not path.name or path.is_dir():
@@ -302,7 +298,8 @@ def _add_synonyms(group: argparse._ArgumentGroup) -> None:
     """Add synonyms from other launchers; --help does not list them."""
     group.add_argument("--verbose", dest="log_level", action="store_const", const="INFO",
                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
-    group.add_argument("--timeline-filename", dest="timeline", type=_timeline,
+    group.add_argument("--timeline-filename", dest="timeline",
+                      type=lambda text: _file(timeline_of(text)),
                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
     group.add_argument(*INTERFACES, dest="environment", type=_interface, action="append",
                       default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # fmt: skip
