@@ -3,8 +3,8 @@
 
 Moves messages between the member and the scheduler; decides nothing about the job. Threads: any
 number of callers; one daemon reader thread that hands answers to callers and events to
-`on_event`. A thread of _core (no GIL) renews the lease on a connection of its own, so that a busy
-interpreter is not taken for a dead process. Every wait has a deadline.
+`on_event`. A thread of _core (no GIL) renews the lease on a connection of its own: a busy
+interpreter must not look like a dead process. Every wait has a deadline.
 
 The scheduler's deadline comes first, because its error can name the missing members; the client's
 deadline, a little later, matters only if the scheduler does not answer.

@@ -9,8 +9,8 @@ workers wait for it, and a worker that declares something else is refused alone.
 A name that all workers forget is free when every server has dropped its keys. Its id is used
 again, with increasing versions, when every worker has reported that it dropped the tensor too.
 Invariants: a declaration is answered exactly once, when every server holds all its keys or when
-that has become impossible. A poisoned tensor stays poisoned for the generation, as does one that
-a server has not dropped in time, since it is unknown which servers still hold it.
+that has become impossible. A poisoned tensor stays poisoned for the generation. So does one that
+a server has not dropped in time: it is unknown which servers still hold it.
 """
 
 from __future__ import annotations

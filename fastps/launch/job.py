@@ -8,8 +8,8 @@ order workers, servers, scheduler, so that no part loses one that it still needs
 signal, a grace period and SIGKILL. In a job on several machines, servers and scheduler first wait
 for the workers of the others. A slow reader of the launcher's output delays the parts that write,
 as a full pipe does, and nothing else: signals, ends and deadlines are served meanwhile.
-Invariants: every wait has a deadline or ends with the job, the first cause is never replaced by a
-later one, and when `run` returns no process of the job is left.
+Invariants: every wait has a deadline or ends with the job. The first cause is never replaced by a
+later one. When `run` returns, no process of the job is left.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 joined. On the scheduler's machine that is a call; from other machines it is a connection. Only
 ends within the start timeout are reported: later the scheduler knows every member.
 
-`CauseListener` learns from a scheduler on another machine which member was lost first. Only the
-scheduler can tell that a worker of this machine is lost although its process still runs (it is
-stopped) or ended with success in the middle of the job. If the scheduler cannot be reached the
+`CauseListener` learns from a scheduler on another machine which member was lost first. A lost
+worker of this machine may be stopped, or may have ended with success in the middle of the job;
+then only the scheduler knows that it is lost. If the scheduler cannot be reached the
 first cause stays unknown, without an error.
 
 Used from the launcher's main thread; threads make the connections, so that the job's loop never
