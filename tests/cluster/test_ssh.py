@@ -119,7 +119,7 @@ def test_restarts_start_all_again(lab):
     ("host", "words"),
     [
         ("dark", "(?:No route to host|timed out); check that the host is up"),
-        ("locked", "Permission denied .*: `ssh-copy-id locked`, or use --ssh-identity-file"),
+        ("locked", "Permission denied .*: run `ssh-copy-id locked`, or use --ssh-identity-file"),
         ("stranger", "Host key verification failed.*`ssh stranger` to accept its key"),
     ],
 )
