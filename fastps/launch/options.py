@@ -157,10 +157,10 @@ class Options:
         choices=("fail", "reweight"))
     scheduler_host: str = word(MACHINES, "--scheduler-host --master-addr --master_addr", "",
         str, "HOST",
-        "name or address of machine 0, the same on all machines (with -H chosen by itself)")
+        "name or address of machine 0, the same on all machines (chosen automatically with -H)")
     scheduler_port: int = word(MACHINES, "--scheduler-port --master-port --master_port", 0,
         count(1, 65535), "PORT",
-        "a free port of machine 0, the same on all machines (with -H chosen by itself)")
+        "a free port of machine 0, the same on all machines (chosen automatically with -H)")
     hosts: tuple[Host, ...] = ()
     is_placed: bool = True  # the user has named the machines
     is_counted: bool = True  # the user has given a number of workers
