@@ -30,7 +30,7 @@ CPU_TABLE = Path("/proc/cpuinfo")
 CPU_FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512_bf16", "asimd", "sve", "bf16")
 MIB = 1 << 20
 EXIT_BROKEN = 1
-BESIDE = ("numba", "torch", "msgspec")  # packages whose versions a bug report should contain
+PACKAGES = ("numba", "torch", "msgspec")  # packages whose versions a bug report should contain
 TRIAL_COUNT, TRIAL_S = 1 << 16, 60.0  # elements summed; limit, for a kernel is compiled first
 
 
@@ -111,7 +111,7 @@ def add() -> tuple[float, float]:
     return float(total.min()), float(total.max())
 
 
-def _beside(name: str) -> str:
+def _package(name: str) -> str:
     version = versions.version_of(name)
     return f"no {name}" if version == versions.UNKNOWN else f"{name} {version}"
 
@@ -119,7 +119,7 @@ def _beside(name: str) -> str:
 def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     """Yield (name, finding) of everything that decides how a job runs on this machine."""
     yield "versions", versions.describe()
-    yield "beside it", ", ".join(map(_beside, BESIDE))
+    yield "packages", ", ".join(map(_package, PACKAGES))
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()

@@ -17,6 +17,7 @@ from fastps.launch.job import SignalInbox, interrupted
 from fastps.launch.options import Options
 from fastps.launch.output import Screen, outlets
 
+EXIT_SETTINGS = 2  # wrong settings
 _HURRY_S = 1.0  # for the reader to take the next byte, once the job was told to end
 FIRST_PAUSE_S = 1.0  # before a restart; then twice as long each time
 MAX_PAUSE_S = 60.0

@@ -27,14 +27,14 @@ from fastps.config.token import hold_token
 from fastps.config.versions import version_of
 from fastps.errors import ConfigError, FastPSError, TransportError
 from fastps.launch.cause import Cause
-from fastps.launch.exit_report import show_end
+from fastps.launch.exit_report import EXIT_SETTINGS, show_end
 from fastps.launch.job import SignalInbox
 from fastps.launch.limits import hold_standard_streams
 from fastps.launch.options import Options
 from fastps.launch.output import Screen, outlets
 from fastps.launch.plan import Identity, inherited_environment, make_plan
 from fastps.launch.request import unpack
-from fastps.launch.run import EXIT_SETTINGS, make_timeline, prepare, run_plan
+from fastps.launch.run import make_timeline, prepare, run_plan
 from fastps.launch.secrets import Handout
 from fastps.launch.torch_names import KeptPort
 from fastps.transport.interfaces import own_address

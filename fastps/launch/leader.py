@@ -25,7 +25,13 @@ from fastps.config import load
 from fastps.config.versions import version_of
 from fastps.errors import ConfigError
 from fastps.launch.cause import Cause, Part
-from fastps.launch.exit_report import make_screen, run_again, show_end, wants_live
+from fastps.launch.exit_report import (
+    EXIT_SETTINGS,
+    make_screen,
+    run_again,
+    show_end,
+    wants_live,
+)
 from fastps.launch.hosts import Host
 from fastps.launch.job import Job, SignalInbox
 from fastps.launch.limits import StartError, provide_descriptors
@@ -38,7 +44,6 @@ from fastps.launch.progress_line import MergedLine
 from fastps.launch.request import pack
 from fastps.transport import sockets
 
-EXIT_SETTINGS = 2
 START_S = 60.0  # for all machines to answer, without --start-timeout
 _TOKEN_BYTES = 32
 _MARK_BYTES = 16

@@ -27,7 +27,13 @@ from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
 from fastps.launch.allocation import spread
 from fastps.launch.cause import Cause
-from fastps.launch.exit_report import make_screen, run_again, show_end, wants_live
+from fastps.launch.exit_report import (
+    EXIT_SETTINGS,
+    make_screen,
+    run_again,
+    show_end,
+    wants_live,
+)
 from fastps.launch.job import Job, SignalInbox
 from fastps.launch.leader import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
@@ -58,7 +64,6 @@ from fastps.launch.secrets import Handout
 from fastps.launch.torch_names import KeptPort, port_beside
 from fastps.transport import sockets
 
-EXIT_SETTINGS = 2
 _TOKEN_BYTES = 32
 _LOOPBACK = "127.0.0.1"
 
