@@ -9,13 +9,12 @@ cdef struct Row:  # of a table, an array of 64-bit integers
 
 
 cdef class BorrowedMemory:
-    cdef Py_ssize_t count  # of arrays; set once, as the rest
+    cdef Py_ssize_t count  # of arrays; set once, like the rest
     cdef void **addresses  # the framework's; valid as long as the subclass says
     cdef int64_t *sizes  # bytes of each array
     cdef int make_room(self, Py_ssize_t count) except -1
     cdef object array(self, Py_ssize_t place)
-    cdef int check(self, const Row *rows, Py_ssize_t n_rows) except -1
-    cdef Py_ssize_t lend(self, Py_buffer *views, flat, table, int flags) except -1
+    cdef int copy(self, object flat, object table, bint is_gather) except -1
 
 
 cdef object array_at(void *address, object dtype, tuple shape, bint is_writable)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a framework's arrays, lent for one call."""
+"""Memory of a framework's arrays, borrowed for one call."""
 
 from typing_extensions import disjoint_base
 

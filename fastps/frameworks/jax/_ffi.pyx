@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLA's foreign function interface: a handler that lends its buffers to Python as arrays.
+"""XLA's foreign function interface: a handler that shows XLA's buffers to Python as arrays.
 
 XLA calls ``handle`` on one of its own threads, with addresses of operands and results and a
 number. The number chooses a Python function, which sees the buffers as NumPy arrays without a
-copy, and may not keep them. What it raises becomes XLA's error, with our text. The GIL is held
-while it runs, except where it waits.
+copy, and may not keep them. An exception of the function becomes an error of XLA's with the same
+text. The GIL is held while the function runs, except where it waits.
 
-XLA_FFI is a C interface kept stable between releases (xla/ffi/api/c_api.h, version 0.x); what of
-it is used is declared here, so that no header of XLA's is needed. Every struct begins with its
-size and a chain of extensions; we read fields that are in it since 0.1. Invariant: nothing of a
-call frame is used after ``handle`` has returned.
+XLA_FFI is a C interface kept stable between releases (xla/ffi/api/c_api.h, version 0.x). The part
+of it that is used is declared here, so that no header of XLA's is needed. Every struct begins with
+its size and a chain of extensions; all fields that are read exist since version 0.1. Invariant:
+nothing of a call frame is used after ``handle`` has returned.
 """
 
 from cpython.pycapsule cimport PyCapsule_New
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
 
 from fastps.frameworks._borrowed_memory cimport BorrowedMemory, array_at
 
@@ -21,108 +22,87 @@ import numpy as np
 
 from fastps.errors import FastPSError, PeerLostError, StallError
 
-cdef extern from *:
-    """
-    #include <stddef.h>
-    #include <stdint.h>
-    typedef struct XlaExtension {
-        size_t struct_size; int type; struct XlaExtension *next;
-    } XlaExtension;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions; int major_version; int minor_version;
-    } XlaVersion;
-    typedef struct { size_t struct_size; XlaVersion version; uint32_t traits; } XlaMetadata;
-    typedef struct { XlaExtension base; XlaMetadata *metadata; } XlaMetadataExtension;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions;
-        int dtype; void *data; int64_t rank; int64_t *dims;
-    } XlaBuffer;
-    typedef struct { int dtype; void *value; } XlaScalar;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions; int64_t size; int *types; void **items;
-    } XlaList;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions;
-        int64_t size; int *types; void **names; void **items;
-    } XlaAttributes;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions; const char *message; int code;
-    } XlaErrorArgs;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions; void *context; int32_t ordinal;
-    } XlaOrdinalArgs;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions; XlaVersion version; const void *internal;
-        void *(*create_error)(XlaErrorArgs *);
-        void *others[16]; /* of these we need none */
-        void *(*device_ordinal)(XlaOrdinalArgs *);
-    } XlaApi;
-    typedef struct {
-        size_t struct_size; XlaExtension *extensions; const XlaApi *api; void *context; int stage;
-        XlaList operands; XlaList results; XlaAttributes attributes;
-    } XlaFrame;
-    static size_t xla_error_args_size(void) {
-        return offsetof(XlaErrorArgs, code) + sizeof(int);
-    }
-    static size_t xla_ordinal_args_size(void) {
-        return offsetof(XlaOrdinalArgs, ordinal) + sizeof(int32_t);
-    }
-    static int xla_has_ordinal(const XlaApi *api) {
-        return api->struct_size >= offsetof(XlaApi, device_ordinal) + sizeof(void *);
-    }
-    """
-    ctypedef struct XlaExtension:
-        int type
-        XlaExtension *next
-    ctypedef struct XlaVersion:
-        int major_version
-        int minor_version
-    ctypedef struct XlaMetadata:
-        XlaVersion version
-        unsigned int traits
-    ctypedef struct XlaMetadataExtension:
-        XlaMetadata *metadata
-    ctypedef struct XlaBuffer:
-        int dtype
-        void *data
-        int64_t rank
-        int64_t *dims
-    ctypedef struct XlaScalar:
-        int dtype
-        void *value
-    ctypedef struct XlaList:
-        int64_t size
-        void **items
-    ctypedef struct XlaAttributes:
-        int64_t size
-        void **items
-    ctypedef struct XlaErrorArgs:
-        size_t struct_size
-        XlaExtension *extensions
-        const char *message
-        int code
-    ctypedef struct XlaOrdinalArgs:
-        size_t struct_size
-        XlaExtension *extensions
-        void *context
-        int32_t ordinal
-    ctypedef struct XlaApi:
-        void *(*create_error)(XlaErrorArgs *) noexcept nogil
-        void *(*device_ordinal)(XlaOrdinalArgs *) noexcept nogil
-    ctypedef struct XlaFrame:
-        XlaExtension *extensions
-        const XlaApi *api
-        void *context
-        int stage
-        XlaList operands
-        XlaList results
-        XlaAttributes attributes
-    size_t xla_error_args_size() noexcept nogil
-    size_t xla_ordinal_args_size() noexcept nogil
-    int xla_has_ordinal(const XlaApi *api) noexcept nogil
+# XLA's structs, in its order of fields, up to the last that is used.
+cdef struct XlaExtension:
+    size_t struct_size
+    int type
+    XlaExtension *next
+
+cdef struct XlaVersion:
+    size_t struct_size
+    XlaExtension *extensions
+    int major_version
+    int minor_version
+
+cdef struct XlaMetadata:
+    size_t struct_size
+    XlaVersion version
+    unsigned int traits
+
+cdef struct XlaMetadataExtension:
+    XlaExtension base
+    XlaMetadata *metadata
+
+cdef struct XlaBuffer:
+    size_t struct_size
+    XlaExtension *extensions
+    int dtype
+    void *data
+    int64_t rank
+    int64_t *dims
+
+cdef struct XlaScalar:
+    int dtype
+    void *value
+
+cdef struct XlaList:
+    size_t struct_size
+    XlaExtension *extensions
+    int64_t size
+    int *types
+    void **items
+
+cdef struct XlaAttributes:
+    size_t struct_size
+    XlaExtension *extensions
+    int64_t size
+    int *types
+    void **names
+    void **items
+
+cdef struct XlaErrorArgs:
+    size_t struct_size
+    XlaExtension *extensions
+    const char *message
+    int code
+
+cdef struct XlaOrdinalArgs:
+    size_t struct_size
+    XlaExtension *extensions
+    void *context
+    int32_t ordinal
+
+cdef struct XlaApi:
+    size_t struct_size
+    XlaExtension *extensions
+    XlaVersion version
+    const void *internal
+    void *(*create_error)(XlaErrorArgs *) noexcept nogil
+    void *others[16]  # of these we need none
+    void *(*device_ordinal)(XlaOrdinalArgs *) noexcept nogil
+
+cdef struct XlaFrame:
+    size_t struct_size
+    XlaExtension *extensions
+    const XlaApi *api
+    void *context
+    int stage
+    XlaList operands
+    XlaList results
+    XlaAttributes attributes
 
 cdef enum:
-    METADATA = 1  # the only extension: XLA asks which version this was written for
+    METADATA = 1  # the only extension: XLA asks for the version that a handler was written for
     MAJOR = 0
     MINOR = 1
     EXECUTE = 3  # the stage that runs
@@ -143,16 +123,15 @@ _DTYPES = {
 cdef int64_t[KINDS] _WIDTHS
 for _kind in range(KINDS):
     _WIDTHS[_kind] = _DTYPES[_kind].itemsize if _kind in _DTYPES else 0
-# What is called: f(number, device, operands, results); set once by handler().
+# f(number, device, operands, results); set once by handler()
 cdef object _run = None
 
 
 def handler(run):
-    """Give the capsule that jax.ffi.register_ffi_target() takes.
+    """Return the capsule that jax.ffi.register_ffi_target() takes.
 
     run: f(number, device, operands, results), called in threads of XLA for every target that has
-    the capsule; operands are a sequence of arrays that can be read, results of those to be
-    written.
+    the capsule. Operands are a sequence of arrays to read, results one of arrays to write.
     """
     global _run
     _run = run
@@ -160,24 +139,27 @@ def handler(run):
 
 
 cdef class Buffers(BorrowedMemory):
-    """The buffers of one call; they are XLA's again when the call has returned."""
+    """The buffers of one call, which are XLA's again when the call returns."""
 
     cdef XlaList *buffers
     cdef bint is_writable
 
     cdef object array(self, Py_ssize_t place):
-        """Give a buffer of XLA's as an array; TypeError for what has no NumPy type."""
+        """Return a buffer of XLA's as an array; TypeError where NumPy has no such type."""
         cdef XlaBuffer *buffer = <XlaBuffer *>self.buffers.items[place]
         cdef int64_t axis
         dtype = _DTYPES.get(buffer.dtype)
         if dtype is None:
-            raise TypeError(f"XLA's data type {buffer.dtype} does not travel")
+            raise TypeError(
+                f"XLA's data type {buffer.dtype} is not supported: cast to float32, or another "
+                "dtype that NumPy has"
+            )
         shape = tuple([buffer.dims[axis] for axis in range(buffer.rank)])
         return array_at(buffer.data, dtype, shape, self.is_writable)
 
 
-cdef Buffers lend(XlaList *list, bint is_writable):
-    """Give the buffers of a call."""
+cdef Buffers borrow(XlaList *list, bint is_writable):
+    """Return the buffers of a call."""
     cdef Buffers found = Buffers.__new__(Buffers)
     cdef XlaBuffer *buffer
     cdef int64_t place, axis, nbytes
@@ -195,7 +177,7 @@ cdef Buffers lend(XlaList *list, bint is_writable):
 
 
 cdef int code_of(object error) noexcept:
-    """Give XLA's code for what was raised."""
+    """Return XLA's code for an exception."""
     if isinstance(error, StallError):
         return DEADLINE_EXCEEDED
     if isinstance(error, PeerLostError):
@@ -208,35 +190,34 @@ cdef int code_of(object error) noexcept:
 cdef void *fail(XlaFrame *frame, object error) noexcept:
     cdef XlaErrorArgs args
     text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
-    args.struct_size = xla_error_args_size()
-    args.extensions = NULL
+    memset(&args, 0, sizeof(args))
+    args.struct_size = sizeof(args)
     args.message = text
     args.code = code_of(error)
     return frame.api.create_error(&args)
 
 
 cdef int device_of(XlaFrame *frame) noexcept:
-    """Give the number of the device among those of this process, 0 where XLA does not say."""
+    """Return the number of the device in this process, 0 where XLA does not say."""
     cdef XlaOrdinalArgs args
-    if not xla_has_ordinal(frame.api):
+    if frame.api.struct_size < sizeof(XlaApi):  # an XLA that has no device_ordinal yet
         return 0
-    args.struct_size = xla_ordinal_args_size()
-    args.extensions = NULL
+    memset(&args, 0, sizeof(args))
+    args.struct_size = sizeof(args)
     args.context = frame.context
-    args.ordinal = 0
     if frame.api.device_ordinal(&args) != NULL or args.ordinal < 0:
         return 0
     return args.ordinal
 
 
 cdef void *call(XlaFrame *frame) noexcept with gil:
-    """Run the Python function that the frame's one attribute names."""
+    """Run the Python function whose number is the frame's one attribute."""
     cdef XlaScalar *number
     try:
         number = <XlaScalar *>frame.attributes.items[0]
         _run(
             (<int64_t *>number.value)[0], device_of(frame),
-            lend(&frame.operands, False), lend(&frame.results, True),
+            borrow(&frame.operands, False), borrow(&frame.results, True),
         )
     except BaseException as error:
         return fail(frame, error)
@@ -244,7 +225,7 @@ cdef void *call(XlaFrame *frame) noexcept with gil:
 
 
 cdef void *handle(XlaFrame *frame) noexcept nogil:
-    """Answer XLA: which version we were written for, or the call itself."""
+    """Return the version of the interface where XLA asks for it; else do the call."""
     cdef XlaExtension *extension = frame.extensions
     cdef XlaMetadata *metadata
     if extension != NULL and extension.type == METADATA:

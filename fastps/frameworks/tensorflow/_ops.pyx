@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operation of TensorFlow's that calls Python, with its tensors' memory: "FastpsCall".
+"""An operation of TensorFlow's, "FastpsCall", that calls Python with its tensors' memory.
 
-TensorFlow exports a stable C interface for operations and kernels (tensorflow/c/ops.h, kernels.h);
-what of it is used is declared here, and its functions are found by name in the library that is
-loaded, so that neither header nor library is needed to build. A node has a number, which chooses
-the Python function and what it gives. Inputs are held as long as Python holds them; outputs are
-allocated by TensorFlow, or are slots: memory of ours that TensorFlow says when it has done with,
-by a flag that needs no GIL; those of a shape that is known only then are copied from an array.
-The GIL is held while Python runs, except where it copies or waits.
+TensorFlow exports a stable C interface for operations and kernels (tensorflow/c/ops.h, kernels.h).
+The part of it that is used is declared here, and its functions are found by name in the library
+that is loaded; so neither header nor library is needed to build. A node has a number, which
+chooses the Python function and says what its outputs are. Inputs are held as long as Python holds
+them. An output is of one of three kinds: TensorFlow allocates it before the call; it is a slot,
+memory of ours that TensorFlow releases by a flag, without the GIL; or it is copied from an array
+whose shape is known only then. The GIL is held while Python runs, except where it copies or waits.
 
-Kernels are asynchronous: a function that may wait for other workers is a Pending call, which a
-thread of ours runs, so that TensorFlow's threads, which may be few, go on to the operations that
-other workers wait for. TensorFlow goes on from a call when its callback is run, once. The C
-interface hands the callback over as the address of a std::function that lives until the kernel's
-function returns; so a call that ends later keeps a copy. Its layout is that of GNU's libstdc++,
-which TensorFlow's packages for Linux are built with.
+Kernels are asynchronous. A function that may wait for other workers is a Pending call, which a
+thread of ours runs: TensorFlow's threads, which may be few, go on to the operations that other
+workers wait for. TensorFlow continues after a call when its callback runs, once. The C interface
+passes the callback as the address of a std::function that lives until the kernel's function
+returns; therefore a call that ends later keeps a copy. The layout of std::function is that of
+GNU's libstdc++, with which TensorFlow's packages for Linux are built.
 """
 
+from libc.stdbool cimport bool
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
@@ -29,106 +30,50 @@ from fastps.errors import MismatchError
 
 ctypedef void *Pointer
 
-cdef extern from *:
-    """
-    #include <stddef.h>
-    #include <stdint.h>
-    typedef struct {
-        void *(*new_status)(void);
-        void (*delete_status)(void *);
-        void (*set_status)(void *, int, const char *);
-        int (*get_code)(const void *);
-        const char *(*message)(const void *);
-        void *(*new_definition)(const char *);
-        void (*add_attribute)(void *, const char *);
-        void (*add_input)(void *, const char *);
-        void (*add_output)(void *, const char *);
-        void (*set_stateful)(void *, _Bool);
-        void (*set_shapes)(void *, void (*)(void *, void *));
-        void (*register_definition)(void *, void *);
-        void (*unknown_shape)(void *, void *);
-        void *(*new_kernel)(const char *, const char *, void *(*)(void *),
-                            void (*)(void *, void *, void *), void (*)(void *));
-        void (*register_kernel)(const char *, void *, void *);
-        void (*get_number)(void *, const char *, int64_t *, void *);
-        void (*fail_construction)(void *, void *);
-        void (*fail_call)(void *, void *);
-        int (*inputs)(void *);
-        void (*get_input)(void *, int, void **, void *);
-        void *(*allocate)(void *, int, int, const int64_t *, int, size_t, void *);
-        void (*set_output)(void *, int, const void *, void *);
-        void *(*new_tensor)(int, const int64_t *, int, void *, size_t,
-                            void (*)(void *, size_t, void *), void *);
-        void (*delete_tensor)(void *);
-        void *(*data)(const void *);
-        size_t (*nbytes)(const void *);
-        int (*type)(const void *);
-        int (*rank)(const void *);
-        int64_t (*extent)(const void *, int);
-        void (*run_callback)(void *);
-    } TensorflowApi;
+# std::function<void()> of libstdc++: what is called, and the function that copies and frees it.
+cdef struct Callback:
+    void *stored[2]
+    bool (*manage)(Callback *, const Callback *, int) noexcept nogil
+    void (*invoke)(const Callback *) noexcept nogil
 
-    /* std::function<void()> of libstdc++: what is called, and who copies, frees and calls it. */
-    typedef struct Callback {
-        void *stored[2];
-        _Bool (*manage)(struct Callback *, const struct Callback *, int);
-        void (*invoke)(const struct Callback *);
-    } Callback;
-
-    enum { CLONE = 2, DESTROY = 3 };
-
-    static void copy_callback(Callback *to, const Callback *from) {
-        *to = *from;
-        from->manage(to, from, CLONE);
-    }
-
-    static void free_callback(Callback *callback) {
-        callback->manage(callback, callback, DESTROY);
-    }
-    """
-    ctypedef struct Callback:
-        pass
-    void copy_callback(Callback *to, const Callback *source) noexcept nogil
-    void free_callback(Callback *callback) noexcept nogil
-    ctypedef struct TensorflowApi:
-        void *(*new_status)() noexcept nogil
-        void (*delete_status)(void *) noexcept nogil
-        void (*set_status)(void *, int, const char *) noexcept nogil
-        int (*get_code)(const void *) noexcept nogil
-        const char *(*message)(const void *) noexcept nogil
-        void *(*new_definition)(const char *) noexcept nogil
-        void (*add_attribute)(void *, const char *) noexcept nogil
-        void (*add_input)(void *, const char *) noexcept nogil
-        void (*add_output)(void *, const char *) noexcept nogil
-        void (*set_stateful)(void *, bint) noexcept nogil
-        void (*set_shapes)(void *, void (*)(void *, void *) noexcept nogil) noexcept nogil
-        void (*register_definition)(void *, void *) noexcept nogil
-        void (*unknown_shape)(void *, void *) noexcept nogil
-        void *(*new_kernel)(
-            const char *, const char *, void *(*)(void *) noexcept nogil,
-            void (*)(void *, void *, void *) noexcept nogil, void (*)(void *) noexcept nogil,
-        ) noexcept nogil
-        void (*register_kernel)(const char *, void *, void *) noexcept nogil
-        void (*get_number)(void *, const char *, int64_t *, void *) noexcept nogil
-        void (*fail_construction)(void *, void *) noexcept nogil
-        void (*fail_call)(void *, void *) noexcept nogil
-        int (*inputs)(void *) noexcept nogil
-        void (*get_input)(void *, int, void **, void *) noexcept nogil
-        void *(*allocate)(
-            void *, int, int, const int64_t *, int, size_t, void *
-        ) noexcept nogil
-        void (*set_output)(void *, int, const void *, void *) noexcept nogil
-        void *(*new_tensor)(
-            int, const int64_t *, int, void *, size_t,
-            void (*)(void *, size_t, void *) noexcept nogil, void *,
-        ) noexcept nogil
-        void (*delete_tensor)(void *) noexcept nogil
-        void *(*data)(const void *) noexcept nogil
-        size_t (*nbytes)(const void *) noexcept nogil
-        int (*type)(const void *) noexcept nogil
-        int (*rank)(const void *) noexcept nogil
-        int64_t (*extent)(const void *, int) noexcept nogil
-        void (*run_callback)(void *) noexcept nogil
+# Functions of TensorFlow's, by what they are used for here; FUNCTIONS has their names.
+cdef struct TensorflowApi:
+    void *(*new_status)() noexcept nogil
+    void (*delete_status)(void *) noexcept nogil
+    void (*set_status)(void *, int, const char *) noexcept nogil
+    int (*get_code)(const void *) noexcept nogil
+    const char *(*message)(const void *) noexcept nogil
+    void *(*new_definition)(const char *) noexcept nogil
+    void (*add_attribute)(void *, const char *) noexcept nogil
+    void (*add_input)(void *, const char *) noexcept nogil
+    void (*add_output)(void *, const char *) noexcept nogil
+    void (*set_stateful)(void *, bool) noexcept nogil
+    void (*set_shapes)(void *, void (*)(void *, void *) noexcept nogil) noexcept nogil
+    void (*register_definition)(void *, void *) noexcept nogil
+    void (*unknown_shape)(void *, void *) noexcept nogil
+    void *(*new_kernel)(
+        const char *, const char *, void *(*)(void *) noexcept nogil,
+        void (*)(void *, void *, void *) noexcept nogil, void (*)(void *) noexcept nogil,
+    ) noexcept nogil
+    void (*register_kernel)(const char *, void *, void *) noexcept nogil
+    void (*get_number)(void *, const char *, int64_t *, void *) noexcept nogil
+    void (*fail_construction)(void *, void *) noexcept nogil
+    void (*fail_call)(void *, void *) noexcept nogil
+    int (*inputs)(void *) noexcept nogil
+    void (*get_input)(void *, int, void **, void *) noexcept nogil
+    void *(*allocate)(void *, int, int, const int64_t *, int, size_t, void *) noexcept nogil
+    void (*set_output)(void *, int, const void *, void *) noexcept nogil
+    void *(*new_tensor)(
+        int, const int64_t *, int, void *, size_t,
+        void (*)(void *, size_t, void *) noexcept nogil, void *,
+    ) noexcept nogil
+    void (*delete_tensor)(void *) noexcept nogil
+    void *(*data)(const void *) noexcept nogil
+    size_t (*nbytes)(const void *) noexcept nogil
+    int (*type)(const void *) noexcept nogil
+    int (*rank)(const void *) noexcept nogil
+    int64_t (*extent)(const void *, int) noexcept nogil
+    void (*run_callback)(void *) noexcept nogil
 
 # In the order of the struct.
 FUNCTIONS = (
@@ -147,6 +92,8 @@ FUNCTIONS = (
 
 cdef enum:
     RANK = 16  # dimensions of an output, at most; tensors of more go another way
+    CLONE = 2  # of a std::function; these two are what its manage() is asked for
+    DESTROY = 3
     INVALID_ARGUMENT = 3
     FAILED_PRECONDITION = 9  # as of Horovod's operations where workers differ
 
@@ -157,7 +104,7 @@ cdef struct Output:
     int rank
     int64_t[RANK] extents
     int64_t nbytes
-    bint is_slot  # Python gives it
+    bint is_slot  # Python sets it
     bint is_open  # allocated when its shape is known
 
 cdef struct Kernel:
@@ -168,8 +115,8 @@ cdef struct Kernel:
 
 cdef TensorflowApi api
 cdef object _run = None  # f(number, inputs, outputs)
-cdef object _describe = None  # f(number) -> may_wait, and (type, shape, is_slot) of each output
-cdef object _defer = None  # f(call) has a thread call that
+cdef object _describe = None  # f(number) -> may_wait, [(type, shape, is_slot) of each output]
+cdef object _defer = None  # f(call) runs call() in another thread
 # TF_DataType as NumPy types; bfloat16 as the 16 bits that it is.
 _DTYPES = {
     1: np.dtype(np.float32), 2: np.dtype(np.float64), 3: np.dtype(np.int32),
@@ -180,18 +127,18 @@ _DTYPES = {
 
 
 def register(addresses, run, describe, defer):
-    """Make the operation known to TensorFlow; once for each process.
+    """Register the operation with TensorFlow; once for each process.
 
     addresses: of FUNCTIONS. run: f(number, inputs, outputs), called in threads of TensorFlow, and
-    of defer. describe: f(number) gives whether run may wait for other workers, and for each output
-    (TensorFlow's type, shape or None where run makes it, whether run gives a slot for it). defer:
-    f(call) has another thread call that, at once. RuntimeError where TensorFlow refuses it.
+    of defer. describe: f(number) returns whether run may wait for other workers, and for each
+    output (TensorFlow's type, shape or None where run decides it, whether run sets a slot for it).
+    defer: f(call) runs call() in another thread at once. RuntimeError where TensorFlow refuses it.
     """
     global _run, _describe, _defer
     cdef Pointer *table = <Pointer *>&api
     cdef Py_ssize_t place
     if len(addresses) * sizeof(Pointer) != sizeof(api):
-        raise ValueError(f"{len(addresses)} functions do not fill the table")
+        raise ValueError(f"expected {len(FUNCTIONS)} addresses, got {len(addresses)}")
     for place in range(len(addresses)):
         table[place] = <void *><uintptr_t>addresses[place]
     _run, _describe, _defer = run, describe, defer
@@ -214,7 +161,7 @@ def register(addresses, run, describe, defer):
 
 
 cdef class Tensors(BorrowedMemory):
-    """Tensors of one call, held until this is collected."""
+    """Tensors of one call, held as long as this object lives."""
 
     cdef void **tensors
     cdef bint is_writable
@@ -248,36 +195,39 @@ cdef class Tensors(BorrowedMemory):
         cdef int axis
         cdef void *tensor = self.tensors[place]
         if tensor == NULL:
-            raise ValueError(f"output {place} was not given")
+            raise ValueError(f"output {place} has neither a slot nor an array")
         shape = tuple([api.extent(tensor, axis) for axis in range(api.rank(tensor))])
         dtype = _DTYPES.get(api.type(tensor))
         if dtype is None:
-            raise TypeError(f"TensorFlow's data type {api.type(tensor)} does not travel")
+            raise TypeError(
+                f"TensorFlow's data type {api.type(tensor)} is not supported: cast to tf.float32, "
+                "or another dtype that NumPy has"
+            )
         return array_at(self.addresses[place], dtype, shape, self.is_writable)
 
 
 cdef class Outputs(Tensors):
-    """Outputs of one call; those that are slots or open are given by Python."""
+    """Outputs of one call; Python sets those that are slots or open."""
 
     cdef Kernel *kernel
     cdef void *context
     cdef dict slots  # by place
 
-    def give(self, Py_ssize_t place, Slot slot):
-        """Let a slot be an output, without a copy; it is busy until TensorFlow has done with it.
+    def set_slot(self, Py_ssize_t place, Slot slot):
+        """Make a slot an output, without a copy; it is busy until TensorFlow releases it.
 
-        What is written to it until the function returns counts.
+        The function may write to it until it returns.
         """
         if not 0 <= place < self.count or not self.kernel.outputs[place].is_slot:
             raise IndexError(place)
         cdef int64_t nbytes = self.kernel.outputs[place].nbytes
         if slot.nbytes != nbytes:
-            raise ValueError(f"output {place} has {nbytes} bytes, the slot {slot.nbytes}")
+            raise ValueError(f"output {place} needs {nbytes} bytes, its slot has {slot.nbytes}")
         self.slots[place] = slot
         self.addresses[place], self.sizes[place] = slot.address, nbytes
 
-    def make(self, Py_ssize_t place, array):
-        """Allocate an open output like an array, and copy that; TypeError for another dtype."""
+    def copy_array(self, Py_ssize_t place, array):
+        """Allocate an open output and copy an array to it; TypeError for another dtype."""
         cdef int axis, rank = array.ndim
         cdef void *tensor
         cdef void *status
@@ -307,7 +257,7 @@ cdef class Outputs(Tensors):
         return Tensors.array(self, place) if slot is None else slot.array
 
     cdef int hand_over(self, void *context, void *status) except -1:
-        """Make tensors of the slots; TensorFlow copies what is not aligned as it likes."""
+        """Make tensors of the slots; TensorFlow copies one that is not aligned."""
         cdef Output *output
         cdef Slot slot
         cdef Py_ssize_t place
@@ -315,8 +265,8 @@ cdef class Outputs(Tensors):
             output = &self.kernel.outputs[place]
             fps_store32(slot.flag, 1)
             self.tensors[place] = api.new_tensor(
-                output.type, output.extents, output.rank, slot.address, output.nbytes, done_with,
-                slot.flag,
+                output.type, output.extents, output.rank, slot.address, output.nbytes,
+                release_slot, slot.flag,
             )
             api.set_output(context, <int>place, self.tensors[place], status)
             check(status)
@@ -330,18 +280,18 @@ cdef int check(void *status) except -1:
     return 0
 
 
-cdef void done_with(void *data, size_t nbytes, void *flag) noexcept nogil:
-    """Note, in any thread of TensorFlow's, that it has done with a slot."""
+cdef void release_slot(void *data, size_t nbytes, void *flag) noexcept nogil:
+    """Mark a slot as free; called in any thread of TensorFlow's."""
     fps_store32(<int32_t *>flag, 0)
 
 
 cdef class Slot:
-    """An array that may be lent to TensorFlow as a tensor again and again; lives for ever."""
+    """An array that TensorFlow borrows as a tensor, again and again; never freed."""
 
     cdef readonly object array  # keeps the memory
     cdef void *address
     cdef int64_t nbytes
-    cdef int32_t *flag  # 1 while TensorFlow has it; never freed: TensorFlow may outlive us
+    cdef int32_t *flag  # 1 while TensorFlow has it; never freed: TensorFlow may end after us
 
     def __init__(self, array):
         cdef uintptr_t address = array.ctypes.data
@@ -359,7 +309,7 @@ cdef class Slot:
 
 
 cdef void *create(void *construction) noexcept nogil:
-    """Make what a node needs: its number, and what its outputs are."""
+    """Return the kernel of a node: its number, and what its outputs are."""
     cdef void *status = api.new_status()
     cdef Kernel *kernel = NULL
     cdef int64_t number = -1
@@ -373,20 +323,20 @@ cdef void *create(void *construction) noexcept nogil:
 
 
 cdef Kernel *described(int64_t number, void *status) noexcept with gil:
-    """Ask Python what the outputs of a number are."""
+    """Return the kernel of a number, whose outputs Python describes."""
     cdef Kernel *kernel = <Kernel *>calloc(1, sizeof(Kernel))
     cdef Output *output
     try:
         if kernel == NULL:
-            raise MemoryError("no memory for a node")
+            raise MemoryError("cannot allocate the kernel of a node")
         may_wait, listed = _describe(number)
         if max([len(shape or ()) for _, shape, _ in listed], default=0) > RANK:
-            raise ValueError(f"tensors have at most {RANK} dimensions")
+            raise ValueError(f"outputs have at most {RANK} dimensions, reshape the tensor")
         kernel.number, kernel.may_wait = number, may_wait
         kernel.count = len(listed)
         kernel.outputs = <Output *>calloc(max(len(listed), 1), sizeof(Output))
         if kernel.outputs == NULL:
-            raise MemoryError("no memory for the outputs of a node")
+            raise MemoryError("cannot allocate the outputs of a node")
         for place, (kind, shape, is_slot) in enumerate(listed):
             output = &kernel.outputs[place]
             output.type, output.is_slot, output.is_open = kind, is_slot, shape is None
@@ -395,7 +345,7 @@ cdef Kernel *described(int64_t number, void *status) noexcept with gil:
                 output.extents[axis] = extent
                 output.nbytes *= extent
     except BaseException as error:
-        tell(status, error)
+        set_error(status, error)
         destroy(kernel)
         return NULL
     return kernel
@@ -408,7 +358,7 @@ cdef void destroy(void *kernel) noexcept nogil:
 
 
 cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
-    """Run a node, here or, where it may wait, in a thread of ours."""
+    """Run a node, in a thread of ours where it may wait for other workers."""
     if kernel != NULL and (<Kernel *>kernel).may_wait:
         if is_deferred(<Kernel *>kernel, context, <Callback *>done):
             return
@@ -417,14 +367,15 @@ cdef void compute(void *kernel, void *context, void *done) noexcept nogil:
 
 
 cdef bint is_deferred(Kernel *kernel, void *context, Callback *done) noexcept with gil:
-    """Have a thread of ours run a node; False where none can be started."""
+    """Let a thread of ours run a node; return whether one could be started."""
     cdef Pending pending = Pending.__new__(Pending)
     pending.kernel, pending.context = kernel, context
-    copy_callback(&pending.done, done)
+    pending.done = done[0]
+    done.manage(&pending.done, done, CLONE)
     try:
         _defer(pending.run)
     except BaseException:
-        free_callback(&pending.done)
+        pending.done.manage(&pending.done, &pending.done, DESTROY)
         return False
     return True
 
@@ -437,34 +388,34 @@ cdef class Pending:
     cdef Callback done  # copied when the call was deferred, freed by run()
 
     def run(self):
-        """Run the node and let TensorFlow go on, which it may do in this thread; once."""
+        """Run the node, then TensorFlow's callback, which may run more nodes here; once."""
         with nogil:
             run_node(self.kernel, self.context)
             api.run_callback(&self.done)
-            free_callback(&self.done)
+            self.done.manage(&self.done, &self.done, DESTROY)
 
 
 cdef void run_node(Kernel *kernel, void *context) noexcept nogil:
     cdef void *status = api.new_status()
-    if kernel == NULL or not ran(kernel, context, status):
+    if kernel == NULL or not run_python(kernel, context, status):
         api.fail_call(context, status)
     api.delete_status(status)
 
 
-cdef bint ran(Kernel *kernel, void *context, void *status) noexcept with gil:
-    """Call Python; False where it raised, with the status told."""
+cdef bint run_python(Kernel *kernel, void *context, void *status) noexcept with gil:
+    """Call the Python function; return whether it succeeded, else set the status."""
     cdef Outputs outputs
     try:
         outputs = outputs_of(kernel, context, status)
         _run(kernel.number, inputs_of(context, status), outputs)
         outputs.hand_over(context, status)
     except BaseException as error:
-        tell(status, error)
+        set_error(status, error)
         return False
     return True
 
 
-cdef void tell(void *status, object error) noexcept:
+cdef void set_error(void *status, object error) noexcept:
     text = f"{type(error).__name__}: {error}".encode("utf-8", "replace")
     is_mismatch = isinstance(error, MismatchError)
     api.set_status(status, FAILED_PRECONDITION if is_mismatch else INVALID_ARGUMENT, text)
@@ -483,7 +434,7 @@ cdef Tensors inputs_of(void *context, void *status):
 
 
 cdef Outputs outputs_of(Kernel *kernel, void *context, void *status):
-    """Allocate the outputs of a call, but those that Python gives."""
+    """Allocate the outputs of a call, except those that Python sets."""
     cdef Outputs found = Outputs.__new__(Outputs)
     cdef int place
     cdef void *tensor

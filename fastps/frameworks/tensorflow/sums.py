@@ -135,7 +135,7 @@ class _Step:
         """Wait for all buckets; what did not travel alone is copied out."""
         for place, number in self._loose.items():
             if number in self._flying:
-                outputs.give(place, self._flying.pop(number))
+                outputs.set_slot(place, self._flying.pop(number))
         self._exchange.finish(outputs)
 
     def _slot(self, number: int) -> _ops.Slot:
