@@ -70,29 +70,29 @@ from fastps.frameworks.mxnet.aliases import (
 from fastps.ops.neighbors import is_homogeneous
 
 if TYPE_CHECKING:
-    from fastps.frameworks.mxnet.face import (
-        DistributedOptimizer,
-        DistributedTrainer,
-        FastPS,
-        ValidatedTrainer,
+    from fastps.frameworks.mxnet.store import FastPS, init
+    from fastps.frameworks.mxnet.sums import (
         allgather,
         allreduce,
         allreduce_,
         alltoall,
         broadcast,
         broadcast_,
-        broadcast_parameters,
         byteps_declare_tensor,
         byteps_push_pull,
         grouped_allgather,
         grouped_allreduce,
         grouped_allreduce_,
         grouped_reducescatter,
-        init,
         push_pull,
         reducescatter,
-        validator_of,
     )
+    from fastps.frameworks.mxnet.training import (
+        DistributedOptimizer,
+        DistributedTrainer,
+        broadcast_parameters,
+    )
+    from fastps.frameworks.mxnet.validated import ValidatedTrainer, validator_of
 
 __all__ = [
     "BAND",
@@ -162,9 +162,16 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Find what needs MXNet, which is imported now."""
+    """Return a name that needs MXNet, and import MXNet for it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    from fastps.frameworks.mxnet import face  # noqa: PLC0415  (after compat())
+    from fastps.frameworks.mxnet import (  # noqa: PLC0415  (after compat())
+        store,
+        sums,
+        training,
+        validated,
+    )
 
-    return getattr(face, name)
+    home = next(one for one in (store, sums, training, validated) if hasattr(one, name))
+    found = globals()[name] = getattr(home, name)
+    return found
