@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plugins share whose framework hands over memory: sums of a list of arrays, and calls.
+"""Sums of lists of arrays, for frameworks that lend their memory, and calls from their programs.
 
-An ArrayExchange adds the same list of arrays once per step, small ones side by side, and lets
-the start be apart from the finish, so that what lies between is hidden. A Calls table gives
-compiled programs of a framework, which can hold a number but no object, a way to Python. Must
-never know a framework: arrays are NumPy's, over the framework's own memory wherever it allows
-that. Threads: one at a time for each exchange; calls come from threads of the framework.
+An ArrayExchange adds the same list of arrays once per step, small ones side by side. Start and
+finish are apart, so that the framework's work between them overlaps with the exchange. A Calls
+table numbers Python functions, for compiled programs can hold a number but no object. Must never
+know a framework: arrays are NumPy's, over the framework's own memory wherever it allows that.
+Threads: one at a time for each exchange; calls come from threads of the framework.
 """
 
 from __future__ import annotations
@@ -46,8 +46,27 @@ ALIGNMENT = 64  # bytes, of each array in a bucket: what the processor loads at 
 _BFLOAT16 = np.dtype(np.uint16)
 
 
+class Terms(NamedTuple):
+    """How arrays are added over the workers; op is Average or Sum.
+
+    compression: of fastps.push_pull(), for each array by itself; integers travel as they are.
+    bucket_bytes: arrays up to 64 KiB of one dtype travel together, up to so many bytes, unless a
+    codec wants them alone.
+    """
+
+    op: Op = Average
+    compression: Choice = None
+    bucket_bytes: int = BUCKET_BYTES
+    process_set: ProcessSet = global_process_set
+
+    @property
+    def key(self) -> Hashable:
+        """A hashable value for these terms, for compression may not be hashable."""
+        return self.op, repr(self.compression), self.bucket_bytes, self.process_set
+
+
 class Spec(NamedTuple):
-    """What all workers know of one array."""
+    """Name, shape and dtype of one array, the same on all workers."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,33 +79,33 @@ class Spec(NamedTuple):
 
 
 def wire_view(array: Array) -> Array:
-    """Return an array's memory as the session takes it: bfloat16 as uint16."""
+    """Return a view of an array in a dtype that travels: uint16 for bfloat16."""
     return array.view(_BFLOAT16) if array.dtype.name == "bfloat16" else array
 
 
 def spec_of(name: str, shape: Sequence[int], dtype: Any) -> Spec:
-    """Describe an array; TypeError for a dtype that does not travel."""
+    """Return the description of an array; TypeError for a dtype that is not supported."""
     return Spec(name, tuple(map(int, shape)), dtype_of(np.dtype(dtype)))
 
 
 class _Bucket:
-    """What travels under one name: one array where it lies, or several side by side."""
+    """The arrays that travel under one name: one where it lies, or several side by side."""
 
     def __init__(self, specs: Sequence[Spec], places: Sequence[int], *, is_copied: bool) -> None:
         self.specs = specs
         self.places = places  # in the list of all arrays
         self.code = specs[0].dtype
         self.is_loose = len(specs) == 1 and not is_copied
-        self.name = specs[0].name  # with a number where it is taken, in the session
+        self.name = specs[0].name  # with a number where the session has it for other arrays
         self._slots: list[Array] = []
         self._flat: Array
-        self._own: Array  # what to copy: (place, offset, nbytes) of each array
+        self._own: Array  # rows for BorrowedMemory, by places in the bucket
         self._whole: Array  # the same by places in the list of all arrays
         self._out: Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of what travels."""
+        """Shape of the array that travels."""
         return self.specs[0].shape if len(self.specs) == 1 else (sum(self._counts()),)
 
     def _counts(self) -> list[int]:
@@ -94,7 +113,7 @@ class _Bucket:
         return [-(-math.prod(spec.shape) // unit) * unit for spec in self.specs]
 
     def make_room(self, home: Session) -> None:
-        """Make memory for arrays side by side, which workers of a machine share if they can."""
+        """Allocate memory for arrays side by side, shared by the machine's workers if possible."""
         if self.is_loose:
             return
         self._flat = home.empty(self.shape, self.code)
@@ -102,25 +121,22 @@ class _Bucket:
         flat = self._flat.reshape(-1)
         self._slots, first = [], 0
         rows = []
-        for spec, count in zip(self.specs, self._counts(), strict=True):
+        for place, (spec, count) in enumerate(zip(self.specs, self._counts(), strict=True)):
             part = flat[first : first + math.prod(spec.shape)]
             self._slots.append(part.reshape(spec.shape))
-            rows.append((first * self.code.itemsize, spec.nbytes))
+            rows.append((place, first * self.code.itemsize, spec.nbytes))
             first += count
         self._bytes = flat.view(np.int8)
-        self._own = self._table(range(len(rows)), rows)
-        self._whole = self._table(self.places, rows)
-
-    @staticmethod
-    def _table(places: Sequence[int], rows: Sequence[tuple[int, int]]) -> Array:
-        return np.array([(p, *row) for p, row in zip(places, rows, strict=True)], np.int64)
+        self._own = np.array(rows, np.int64)
+        self._whole = self._own.copy()
+        self._whole[:, 0] = self.places
 
     def memory(self, home: Session) -> list[Array]:
-        """Return memory for each array: its place in the bucket, or of its own."""
+        """Return memory for each array: its slot in the bucket, or memory of its own."""
         return [home.empty(self.shape, self.code)] if self.is_loose else self._slots
 
     def load(self, sources: Arrays, outs: Arrays | None) -> tuple[Array, Array]:
-        """Return what is read and what is written by the operation."""
+        """Return the arrays that the operation reads and writes."""
         if self.is_loose:
             source = sources[0]
             self._out = source if outs is None else outs[0]
@@ -133,38 +149,32 @@ class _Bucket:
                     np.copyto(slot, source)
         return self._flat, self._flat
 
-    def store(self, outs: Arrays) -> None:
-        """Write the result to the bucket's arrays."""
-        self._store(outs, range(len(self.specs)))
-
-    def store_among(self, outs: Arrays) -> None:
-        """Write the result to its places among all arrays."""
-        self._store(outs, self.places)
-
-    def _store(self, outs: Arrays, places: Sequence[int]) -> None:
+    def store(self, outs: Arrays, *, are_all: bool = False) -> None:
+        """Write the result to outs: the bucket's arrays, or all arrays of the exchange."""
+        places = self.places if are_all else range(len(self.specs))
         if self.is_loose:
             self._check_place(outs[places[0]])
         elif isinstance(outs, BorrowedMemory):
-            outs.scatter(self._bytes, self._whole if places is self.places else self._own)
+            outs.scatter(self._bytes, self._whole if are_all else self._own)
         else:
             for slot, place in zip(self._slots, places, strict=True):
                 if (out := outs[place]) is not slot:
                     np.copyto(out, slot)
 
     def _check_place(self, out: Array) -> None:
-        """Refuse a result that the framework has moved away while it was being made."""
+        """Raise FastPSError if the framework has moved the array since the start."""
         made, self._out = self._out, None
         if made is None or (made.size and made.ctypes.data != out.ctypes.data):
             raise FastPSError(
-                f"{self.name!r}: the framework moved the array between start and finish, so its "
-                "sum is not there; use push_pull(), which does both at once"
+                f"the framework moved {self.name!r} between start and finish, so its sum is lost: "
+                "use push_pull(), which does both"
             )
 
 
 class _Started(NamedTuple):
-    """A bucket under way, and what keeps its memory alive."""
+    """A bucket in flight, and references that keep its memory alive."""
 
-    flight: Waitable
+    handle: Waitable
     bucket: _Bucket
     outs: Arrays
     keep: Any
@@ -173,45 +183,35 @@ class _Started(NamedTuple):
 class ArrayExchange:
     """Add a fixed list of arrays over all workers, once per step.
 
-    specs: in the order of the layers; priorities fall along it. label: what users call it, if not
-    as the first of them. compression: of fastps.push_pull(), for each array by itself:
-    NotInitializedError before init(); integers travel as they are. Arrays up to 64 KiB of one
-    dtype travel together, up to bucket_bytes, unless a codec wants them alone. is_copied: larger
-    ones too have memory of their own, so that what start() is given may go, and end() and take()
-    finish. ValueError for another op than Average and Sum.
+    specs: in the order of the layers; priorities fall along it. label: the name that users know,
+    if it is not that of the first array. is_copied: large arrays get memory of their own too, so
+    that start() does not need its arrays afterwards; end() and take() finish then.
+    ValueError for another op than Average and Sum; NotInitializedError for a compression before
+    init().
 
-    Declares its names, blocking, at the first start in each session, with a number where they
-    stand for other arrays already: the same names are for one list of arrays after another.
-    MismatchError on all workers where they differ, be it that one has come to another list.
+    Declares its names, blocking, at the first start in each session. A name that stands for other
+    arrays already gets a number, so the same names may serve one list of arrays after another.
+    MismatchError on all workers where their lists differ.
     """
 
     def __init__(
-        self,
-        specs: Sequence[Spec],
-        *,
-        label: str = "",
-        op: Op = Average,
-        compression: Choice = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        process_set: ProcessSet = global_process_set,
-        is_copied: bool = False,
+        self, specs: Sequence[Spec], terms: Terms, *, label: str = "", is_copied: bool = False
     ) -> None:
+        check_op(terms.op)
         self.specs = list(specs)
         self._label = label or specs[0].name
-        self._op = check_op(op)
-        self._set = process_set
-        self._choice = compression
+        self._terms = terms
         codecs = [(PLAIN, False)] * len(specs)
-        if compression is not None:
+        if terms.compression is not None:
             least = current.current().config.min_compress_bytes
             codecs = [
-                codec_of(compression, spec.name, spec.dtype, spec.nbytes, min_bytes=least)
+                codec_of(terms.compression, spec.name, spec.dtype, spec.nbytes, min_bytes=least)
                 for spec in specs
             ]
         self.plan = plan_buckets(
             [(spec.dtype, coding) for spec, (coding, _) in zip(specs, codecs, strict=True)],
             [-(-spec.nbytes // ALIGNMENT) * ALIGNMENT for spec in specs],
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=terms.bucket_bytes,
             alone=[is_alone for _, is_alone in codecs],
         )
         self._buckets = [
@@ -225,10 +225,10 @@ class ArrayExchange:
         self._ended: list[_Started] = []
 
     def memory(self, number: int) -> list[Array]:
-        """Return arrays, of this session, for those of a bucket to lie in, which saves copies.
+        """Return arrays of this session in which those of a bucket can lie, which saves copies.
 
-        They are shared by the workers of a machine if they can; start() and finish() are to be
-        given these very objects.
+        The workers of a machine share them if possible. Pass these very objects to start() and
+        finish().
         """
         self.bind()
         return self._buckets[number].memory(current.current())
@@ -243,47 +243,47 @@ class ArrayExchange:
     ) -> None:
         """Start the sum of a bucket; the arrays are those of plan[number], C-contiguous.
 
-        sources: read; outs: where finish() will want the result, None for in place. Both are
-        used until then where the bucket is one array alone, and otherwise only now. keep: what
-        lets their memory live. FastPSError where the bucket is under way already.
+        sources: read. outs: the arrays that finish() will write, None for in place. Both are used
+        until then if the bucket is one array alone, otherwise only now. keep: an object that keeps
+        their memory alive. FastPSError if the bucket is in flight already.
         """
         self.bind()
         bucket = self._buckets[number]
         if number in self._started:
             raise FastPSError(
-                f"{bucket.name!r} was started twice without a finish: use another name for "
-                "another sum, and finish each before the next of its name starts"
+                f"{bucket.name!r} was started again before it was finished: finish it first, or "
+                "use another name for another sum"
             )
         read, written = bucket.load(sources, outs)
         if not written.size and not read.size:
             written = read = np.empty(bucket.shape, numpy_dtype(bucket.code))
         if not number and self._is_declared:
             current.current().ways.group(self._label, [each.name for each in self._buckets])
-        some = self.specs if not number else bucket.specs  # the first says what all of them are
-        flight = start_allreduce(
-            read, written, self._op, bucket.name, self._set, dtype=bucket.code,
+        some = self.specs if not number else bucket.specs  # the first bucket describes all arrays
+        handle = start_allreduce(
+            read, written, self._terms.op, bucket.name, self._terms.process_set, dtype=bucket.code,
             priority=-self.plan[number][0],
             brought=tuple((int(one.dtype), one.shape) for one in some),
         )  # fmt: skip
         self._started[number] = _Started(
-            flight, bucket, sources if outs is None else outs, (keep, read, written)
+            handle, bucket, sources if outs is None else outs, (keep, read, written)
         )
 
     def finish(self, outs: Arrays) -> None:
-        """Wait for all buckets and write all results, in the order of specs; no GIL meanwhile.
+        """Wait for all buckets, without the GIL, and write all results, in the order of specs.
 
-        Waits for all also where one fails, and raises what went wrong: as fastps.synchronize().
+        Waits for all even if one fails, and raises its error as fastps.synchronize() does.
         """
         for one in self._wait(range(len(self.plan))):
-            one.bucket.store_among(outs)
+            one.bucket.store(outs, are_all=True)
 
     def finish_bucket(self, number: int) -> None:
-        """Wait for one bucket and write its results where start() was told; as finish()."""
+        """Wait for one bucket and write its results to the outs of start(); as finish()."""
         for one in self._wait([number]):
             one.bucket.store(one.outs)
 
     def end(self) -> None:
-        """Wait for all buckets as finish() does; take() gives what is_copied, until a start()."""
+        """Wait for all buckets as finish() does; take() returns results until the next start()."""
         self._ended = self._wait(range(len(self.plan)))
 
     def take(self, number: int, outs: Arrays) -> None:
@@ -293,53 +293,59 @@ class ArrayExchange:
     def _wait(self, numbers: Sequence[int]) -> list[_Started]:
         missing = [number for number in numbers if number not in self._started]
         if missing:
-            raise FastPSError(f"{self._buckets[missing[0]].name!r} was finished but not started")
+            raise FastPSError(
+                f"{self._buckets[missing[0]].name!r} was finished before it was started: call "
+                "start() once before each finish"
+            )
         taken = [self._started.pop(number) for number in numbers]
-        wait_all([one.flight for one in taken])
+        wait_all([one.handle for one in taken])
         return taken
 
     def add(self, sources: Arrays, outs: Arrays) -> None:
-        """Do the whole: add all arrays, in the order of specs, into others; blocks."""
+        """Add all arrays, in the order of specs, into outs; blocks."""
         for number, places in enumerate(self.plan):
             self.start(number, [sources[i] for i in places], [outs[i] for i in places])
         self.finish(outs)
 
     def bind(self) -> None:
-        """Make memory and names in the session, once; start() does it too. Blocks."""
+        """Allocate memory and declare names in the session, once; start() does it too. Blocks."""
         session = current.current()
         if self._home() is not session:
             self._started.clear()
             for bucket in self._buckets:
                 bucket.make_room(session)
-            self._is_declared = self._set is global_process_set and not session.config.goes_on
+            is_global = self._terms.process_set is global_process_set
+            self._is_declared = is_global and not session.config.goes_on
             if self._is_declared:
                 self._declare(session)
             self._home = weakref.ref(session)
 
     def _declare(self, home: Session) -> None:
-        """Declare all buckets at once, under names of their own."""
+        """Declare all buckets at once, under names that are free."""
         parts = tuple((one.name, int(one.dtype), one.shape) for one in self.specs)
+        if len(parts) == 1:
+            parts = ()
         wanted = [(each.specs[0].name, each.shape, each.code) for each in self._buckets]
-        names = free_names(home, wanted, parts if len(parts) > 1 else ())
+        names = free_names(home, wanted, parts)
         for bucket, name in zip(self._buckets, names, strict=True):
             bucket.name = name
         codings = dict(zip(names, self._codings, strict=True))
         home.declare(
             [(bucket.name, bucket.shape, bucket.code) for bucket in self._buckets],
-            compression=None if self._choice is None else codings.__getitem__,
-            parts=parts if len(parts) > 1 else (),
+            compression=None if self._terms.compression is None else codings.__getitem__,
+            parts=parts,
         )
 
 
 def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank: int) -> None:
     """Overwrite arrays with the root's, in one submit for each dtype; blocks.
 
-    Names that stand for other arrays already get a number: of a model, then of its optimizer.
+    Names that stand for other arrays already get a number, as those of a second model.
     """
     session = current.current()
     codes = [dtype_of(one.dtype) for one in arrays]
     shapes = [one.shape for one in arrays]
-    if session.config.goes_on:  # then nothing is declared
+    if session.config.goes_on:  # names are not declared in such a job
         views = [wire_view(one) for one in arrays]
         session.groups.broadcast_to_those_left(views, codes, root_rank)
         return
@@ -361,9 +367,9 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
 
 
 class AsynchronousSteps:
-    """Parameters that servers hold, for a program that steps by itself between two calls.
+    """Parameters that servers hold, for an optimizer that steps by itself between two exchanges.
 
-    As ServerParameters, whose terms these are. Of float32, float64, float16 (TypeError).
+    prefix, staleness: of ServerParameters. For float32, float64 and float16 (TypeError).
     """
 
     def __init__(self, prefix: str, staleness: float | None = None) -> None:
@@ -373,13 +379,17 @@ class AsynchronousSteps:
         self._server: ServerParameters
 
     def exchange(self, before: Sequence[Array], changes: Sequence[Array]) -> list[Array]:
-        """Push what a step has changed and give what servers hold then, as new arrays; blocks.
+        """Push the changes of a step, and return what servers hold then, as new arrays; blocks.
 
-        before: what the step began with; rank 0's is what servers hold at first.
+        before: the parameters before the step; servers begin with those of rank 0.
         """
         for one in before:
-            if one.dtype.kind != "f" or wire_view(one) is not one:
-                raise TypeError(f"servers add to floats, not to {one.dtype}: hold it in float32")
+            if one.dtype.kind != "f":  # bfloat16 arrives as uint16
+                kind = "bfloat16 or uint16" if one.dtype.itemsize == 2 else one.dtype
+                raise TypeError(
+                    f"asynchronous=True is for parameters of float16, float32 and float64, not of "
+                    f"{kind}: hold them in float32"
+                )
         session = current.current()
         if self._home() is not session:
             arrays = {str(place): np.array(one) for place, one in enumerate(before)}
@@ -389,60 +399,41 @@ class AsynchronousSteps:
         return [np.array(one) for one in held]
 
 
-class Exchanges:
-    """The exchanges of a plugin whose programs are traced anew: one for the same arrays and terms.
+_exchanges: dict[Hashable, ArrayExchange] = {}
+_exchanges_lock = threading.Lock()
 
-    They live as long as the process, as programs that a framework has traced may.
+
+def exchange_of(specs: Sequence[Spec], terms: Terms, *, label: str = "") -> ArrayExchange:
+    """Return the exchange of these arrays, the same one for the same arguments.
+
+    It lives as long as the process, for the programs that a framework has traced with it may.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known: dict[Hashable, ArrayExchange] = {}
-
-    def get(
-        self,
-        specs: Sequence[Spec],
-        *,
-        label: str = "",
-        op: Op,
-        compression: Choice = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        process_set: ProcessSet = global_process_set,
-    ) -> ArrayExchange:
-        """Return the exchange of these arrays; options of ArrayExchange."""
-        key = (tuple(specs), label, op, repr(compression), bucket_bytes, process_set)
-        with self._lock:
-            if key not in self._known:
-                self._known[key] = ArrayExchange(
-                    specs, label=label, op=op, compression=compression,
-                    bucket_bytes=bucket_bytes, process_set=process_set,
-                )  # fmt: skip
-            return self._known[key]
+    key = (tuple(specs), label, terms.key)
+    with _exchanges_lock:
+        if key not in _exchanges:
+            _exchanges[key] = ArrayExchange(specs, terms, label=label)
+        return _exchanges[key]
 
 
-Call = Callable[[int, Arrays, Arrays], None]
+Call = Callable[..., None]
 
 
 class Calls:
     """Functions by number, for programs that a framework has compiled.
 
-    The same key always has the same number, so that tracing a program again adds nothing; a
-    function lives as long as the process, as such programs may.
+    The same key always has the same number, so tracing a program again adds no function. A
+    function lives as long as the process, for such programs may.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[Hashable, int] = {}
-        self._functions: list[Call] = []
+        self.functions: list[Call] = []  # by number; only grows
 
     def number_of(self, key: Hashable, make: Callable[[], Call]) -> int:
         """Return the number of a function, made at the first use of its key."""
         with self._lock:
             if key not in self._numbers:
-                self._functions.append(make())
-                self._numbers[key] = len(self._functions) - 1
+                self.functions.append(make())
+                self._numbers[key] = len(self.functions) - 1
             return self._numbers[key]
-
-    def run(self, number: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Call a function: with the device of this process, what it reads and what it writes."""
-        self._functions[number](device, inputs, outputs)

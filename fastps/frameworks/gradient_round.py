@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every framework's plugin shares: operations, names, and the round of one optimizer step.
+"""Checks of arguments, names, buckets, and the round of one optimizer step, for all frameworks.
 
-Decides which gradients travel together, which start their communication when, which are still
-missing at the end, and what a name must look like. Must never know a framework: parameters are
-positions in a list here, and a handle is anything with wait(). No I/O; one thread at a time (the
-one that runs backward).
+Decides which gradients travel together, when each bucket starts, which are missing at the end, and
+which names are valid. Must never know a framework: parameters are positions in a list here, and a
+handle is any object with wait(). No I/O; one thread at a time (the one that runs backward).
 
-A round is what lies between two optimizer steps. Gradients travel in buckets of one or several;
-a gradient is ready after `passes` arrivals, and each bucket goes through
+A round is the time between two optimizer steps. Gradients travel in buckets of one or several. A
+gradient is ready after `passes` arrivals, and each bucket goes through
 
     IDLE -> (all its gradients are ready) -> IN FLIGHT -> FINISHED -> (next round) IDLE
 
-and one that never fills goes from IDLE to IN FLIGHT when the round is synchronized, so that
-every rank sends every bucket exactly once per round, whatever its forward pass used.
+A bucket that never fills goes from IDLE to IN FLIGHT when the round is synchronized. So every rank
+sends every bucket exactly once per round, whatever its forward pass used.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fastps.contract.codec import PLAIN, Coding
 from fastps.contract.compression import Choice, coding_of
@@ -32,56 +31,59 @@ if TYPE_CHECKING:
     from fastps.control.protocol import Parts
     from fastps.session.session import Session
 
-# Errors that another worker's own error may have led to.
+# Errors that may be consequences of another worker's error.
 _CONSEQUENCES = (PeerLostError, StallError, ShutdownError)
-# Once one operation of a step has failed the others are given this long, together, to end too.
+# After one operation of a step has failed, the others together have this long to end too.
 _GRACE_S = 5.0
 
-# Below this size of a gradient what an operation costs by itself outweighs what its bytes cost.
+# Below this size of a gradient the fixed cost of an operation is larger than that of its bytes.
 SMALL_BYTES = 64 << 10
-# Large enough for that to vanish, small enough that the rest of backward hides it.
+# Large enough to make the fixed cost small, small enough to overlap with the rest of backward.
 BUCKET_BYTES = 1 << 20
 
 ACCUMULATE = (
-    "give backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
-    "where a step is left out, call optimizer.synchronize() (GradScaler has done it) and then "
+    "pass backward_passes_per_step=<passes> to DistributedOptimizer to accumulate gradients; "
+    "to skip a step, call optimizer.synchronize() (GradScaler has done it) and then "
     "optimizer.zero_grad() before the next backward pass; between two backward passes of one "
     "step, do not read optimizer.param_groups, which waits for all gradients"
 )
 
 P = TypeVar("P", bound=Hashable)
 F = TypeVar("F")
-
+T = TypeVar("T")
 
 Average = Op.AVERAGE
 Sum = Op.SUM
 
 
 class Waitable(Protocol):
-    """The part of a session's handle that is needed to end an operation."""
+    """The part of a session's handle that ends an operation."""
 
     def wait(self, timeout_s: float | None = None) -> object:
         """Block until the operation is done; raise its error."""
 
 
 def check_op(op: object) -> Op:
-    """Return the operation; ValueError names the two that there are for gradients."""
+    """Return the operation; ValueError unless it is Average or Sum."""
     if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum, not {op!r}")
+        raise ValueError(f"op must be Average or Sum for gradients, not {op!r}")
     return Op(op)
 
 
 def op_of(average: object) -> Op:
-    """Return Average for True and Sum for False; ValueError for an op in its place."""
+    """Return Average for True and Sum for False; ValueError for other values."""
     if not isinstance(average, bool):
-        raise ValueError(f"average is True or False, not {average!r}; Sum is average=False")
+        raise ValueError(f"average is True or False, not {average!r}: for a sum use average=False")
     return Average if average else Sum
 
 
 def op_of_words(op: Op | None, average: bool | None) -> Op:
-    """Return what is asked for by Horovod's two words: the average where neither is given."""
+    """Return the operation of Horovod's two arguments, the average if neither is given."""
     if op is not None and average is not None:
-        raise ValueError("give op or average, not both: average is the older word")
+        raise ValueError(
+            f"pass op or average, not both, got op={op!r} and average={average!r}: average is the "
+            "older word"
+        )
     if op is None:
         return Sum if average is False else Average
     if not isinstance(op, Op):
@@ -90,20 +92,20 @@ def op_of_words(op: Op | None, average: bool | None) -> Op:
 
 
 def of_gradient(name: str) -> str:
-    """Name what is done to the gradient of an operation's result."""
+    """Return the name of the operation on the gradient of a result."""
     return f"{name}.gradient"
 
 
 def part_name(name: str | None, place: int) -> str | None:
-    """Name one of several tensors of an operation; nameless ones go by their order."""
+    """Return the name of one of several tensors of an operation; None without a name."""
     return None if name is None else f"{name}.{place}"
 
 
 def check_name(name: str | None, call: str) -> str:
-    """Return the name back, or raise ValueError that shows how to give one.
+    """Return the name back; ValueError if it is not a string, or empty.
 
-    A name made up here would differ between ranks that call in a different order, or be new at
-    every call and cost server memory each time; therefore the caller must choose.
+    A generated name would differ between ranks that call in a different order. Or it would be new
+    at every call, and cost server memory each time. Therefore the caller must choose.
     """
     if isinstance(name, str) and name:
         return name
@@ -113,13 +115,25 @@ def check_name(name: str | None, call: str) -> str:
     )
 
 
+def check_optional_name(name: str | None, call: str) -> str | None:
+    """Return the name back, or None: nameless operations meet in the order of calls."""
+    return None if name is None else check_name(name, call)
+
+
+def on_each(
+    operation: Callable[..., T], tensors: Iterable[Any], name: str | None, **options: Any
+) -> list[T]:
+    """Call an operation on each of several tensors, under names of their own."""
+    return [operation(one, part_name(name, place), **options) for place, one in enumerate(tensors)]
+
+
 def free_names(
     home: Session, wanted: Sequence[tuple[str, tuple[int, ...], DType]], parts: Parts | None = None
 ) -> list[str]:
-    """Return the names, all with one number where one of them stands for something else already.
+    """Return the names, all with the same number if one of them stands for another tensor already.
 
-    wanted: names, shapes and dtypes. parts: of session.declare(), with the first. Workers that use
-    names alike get the same ones; MismatchError comes where their shapes differ.
+    wanted: names, shapes and dtypes. parts: of session.declare(), for the first. Workers that use
+    names alike get the same ones; declaring them raises MismatchError if their shapes differ.
     """
     number, ending = 1, ""
     while not all(
@@ -132,22 +146,22 @@ def free_names(
 
 
 def check_passes(passes: int) -> int:
-    """Return the number of backward passes per step back, or raise ValueError below one."""
+    """Return the number of backward passes per step back; ValueError if it is below one."""
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be an integer from 1, not {passes!r}")
+        raise ValueError(f"backward_passes_per_step must be an integer >= 1, got {passes!r}")
     return passes
 
 
 def derived_names(sizes: Sequence[int]) -> list[str]:
-    """Name unnamed parameters by group and place: unique over all groups, equal on all ranks."""
+    """Return names of parameters by group and place: unique, and the same on all ranks."""
     return [f"group{group}.{place}" for group, size in enumerate(sizes) for place in range(size)]
 
 
 def given_names(pairs: Iterable[object], kind: type[P]) -> dict[P, str]:
-    """Map each parameter to its name; the first one wins where a parameter has two.
+    """Return the name of each parameter, the first one if a parameter has two.
 
-    Raises ValueError when an entry is not a tuple of a name and a parameter, or when two
-    parameters share a name (all shared names are listed).
+    ValueError if an entry is not a tuple of a name and a parameter, or if two parameters share a
+    name (all shared names are listed).
     """
     names: dict[P, str] = {}
     for pair in pairs:
@@ -163,22 +177,22 @@ def given_names(pairs: Iterable[object], kind: type[P]) -> dict[P, str]:
 
 
 def _pair_of(pair: object, kind: type[P]) -> tuple[str, P]:
-    """Return one entry of named_parameters with its types checked."""
+    """Return an entry of named_parameters; ValueError for other types."""
     if isinstance(pair, tuple) and len(pair) == 2:
         name, parameter = pair
         if isinstance(name, str) and isinstance(parameter, kind):
             return name, parameter
     raise ValueError(
-        "named_parameters must hold tuples (name, parameter), as model.named_parameters() "
-        f"gives them; found {_brief(pair)}"
+        "named_parameters must hold tuples (name, parameter), as those of "
+        f"model.named_parameters(); found {_type_text(pair)}"
     )
 
 
-def _brief(thing: object) -> str:
-    """Describe a wrong argument by type, and by value only where that is short."""
-    if isinstance(thing, tuple):
-        return f"a tuple of {len(thing)}: ({', '.join(type(part).__name__ for part in thing)})"
-    return type(thing).__name__
+def _type_text(value: object) -> str:
+    """Return the type of a value, and the types of a tuple's items."""
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}: ({', '.join(type(part).__name__ for part in value)})"
+    return type(value).__name__
 
 
 def codec_of(
@@ -187,8 +201,8 @@ def codec_of(
     """Return the codec of a gradient, and whether the gradient travels alone because of it.
 
     A codec of whole partitions (onebit, topk, randomk, dithering) has one scale or one k, which
-    gradients side by side would share. So a gradient of min_bytes or more travels alone under
-    such a codec, and a smaller one goes without, as it does by itself.
+    gradients side by side would share. So a gradient of min_bytes or more travels alone under such
+    a codec, and a smaller one is not compressed.
     """
     coding = coding_of(choice, name) or PLAIN
     if not coding.is_whole:
@@ -204,12 +218,12 @@ def plan_buckets(
     small_bytes: int = SMALL_BYTES,
     alone: Sequence[bool] | None = None,
 ) -> list[list[int]]:
-    """Put small gradients of one kind that backward makes one after the other into buckets.
+    """Return buckets of small gradients of one kind that backward computes consecutively.
 
-    sizes: bytes, in the order of the layers; backward goes through them from the end, so the
-    bucket that is left partly filled is that of the front layers, which is sent last. Larger
-    gradients travel alone, as all do where bucket_bytes is 0, and those for which alone says so.
-    Gives the positions of each bucket, in rising order, buckets by their first position.
+    sizes: bytes, in the order of the layers. Backward goes through them from the end, so the
+    bucket that is only partly filled is that of the front layers, which leaves last. Larger
+    gradients travel alone, as do those that `alone` marks, and all if bucket_bytes is 0. A bucket
+    is a list of rising positions; buckets are sorted by their first position.
     """
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
@@ -229,10 +243,10 @@ def plan_buckets(
 
 
 def wait_all(handles: Iterable[Waitable]) -> None:
-    """Wait for every handle; once all have ended or had their grace, raise what went wrong.
+    """Wait for every handle, then raise the error of one that failed.
 
-    Of several errors the first counts, but one that says that somebody is gone or late only
-    where no other says why.
+    After the first error the others have a few seconds to end. Of several errors the first is
+    raised; one about a worker that is lost or late only if there is no other.
     """
     errors: list[Exception] = []
     deadline = 0.0
@@ -254,15 +268,15 @@ class _Stage(enum.Enum):
     FINISHED = 2
 
 
-_IDLE = _Stage.IDLE  # looking it up takes longer than comparing it
+_IDLE = _Stage.IDLE  # saves a lookup in arrived()
 
 
 class Round(Generic[F]):
-    """Count arrivals of gradients and remember what is in flight until the next step.
+    """Count arrivals of gradients, and hold the handles in flight until the next step.
 
-    F is what the plugin needs to finish one bucket. `names` only serve messages, `cure` says what
-    to do when a gradient arrives too often. Not safe for several threads at once; a framework
-    runs the hooks of one backward pass one after the other.
+    F is the type of what the plugin needs to finish a bucket. `names` are for errors, and `cure`
+    is the advice if a gradient arrives too often. Not safe for several threads at once; a
+    framework runs the hooks of one backward pass one after the other.
     """
 
     def __init__(self, names: Sequence[str], passes: int = 1, *, cure: str = ACCUMULATE) -> None:
@@ -275,19 +289,14 @@ class Round(Generic[F]):
         self._open: list[int] = []  # how many members of each bucket are not ready
         self._stages: list[_Stage] = []  # of each bucket
         self._waiting: dict[int, None] = {}  # ready gradients of buckets that are not
-        self._flights: list[tuple[Waitable, Sequence[F]]] = []
-        self._flying: list[int] = []  # buckets
+        self._handles: list[tuple[Waitable, Sequence[F]]] = []  # in flight
+        self._started: list[int] = []  # buckets in flight
         self._is_closed = False
         self.extend(names)
 
     @property
-    def passes(self) -> int:
-        """Backward passes that make one step."""
-        return self._passes
-
-    @property
     def is_closed(self) -> bool:
-        """Whether the round is complete, and the next arrival opens a new one."""
+        """Whether the round is complete; the next arrival opens a new one."""
         return self._is_closed
 
     def is_ready(self, index: int) -> bool:
@@ -300,13 +309,13 @@ class Round(Generic[F]):
 
     @property
     def in_flight(self) -> bool:
-        """Whether any gradient is being communicated, or is ready to be with its bucket."""
-        return bool(self._flights or self._waiting)
+        """Whether any gradient is being communicated, or is ready and waits for its bucket."""
+        return bool(self._handles or self._waiting)
 
     @property
     def is_sending(self) -> bool:
         """Whether any gradient is being communicated."""
-        return bool(self._flights)
+        return bool(self._handles)
 
     @property
     def has_arrivals(self) -> bool:
@@ -314,18 +323,18 @@ class Round(Generic[F]):
         return not self._is_closed and any(self._counts)
 
     def names_in_flight(self) -> list[str]:
-        """List the gradients in flight in the order they were started, then those ready."""
-        flying = [index for bucket in self._flying for index in self._members[bucket]]
-        return [self._names[index] for index in (*flying, *self._waiting)]
+        """List the gradients in flight in the order of their starts, then those ready."""
+        started = [index for bucket in self._started for index in self._members[bucket]]
+        return [self._names[index] for index in (*started, *self._waiting)]
 
     def bucket_of(self, index: int) -> int:
         """Return the bucket that a gradient travels in."""
         return self._bucket_of[index]
 
     def extend(self, names: Sequence[str], buckets: Iterable[Sequence[int]] | None = None) -> None:
-        """Watch more gradients, which take the next positions, in more buckets.
+        """Add gradients, which take the next positions, in more buckets.
 
-        buckets: positions in `names`, each in one bucket; None gives every gradient its own.
+        buckets: positions in `names`, each in one bucket; None: a bucket for every gradient.
         """
         first = len(self._names)
         self._names.extend(names)
@@ -339,7 +348,7 @@ class Round(Generic[F]):
             self._stages.append(_Stage.IDLE)
 
     def regroup(self, buckets: Iterable[Sequence[int]]) -> None:
-        """Let the same gradients travel in other buckets; nothing may be in flight."""
+        """Put the same gradients into other buckets; FastPSError while in flight."""
         self.check_idle("a new layout")
         names, self._names = self._names, []
         for each in (self._counts, self._bucket_of, self._members, self._open, self._stages):
@@ -353,7 +362,7 @@ class Round(Generic[F]):
         self._passes = passes
 
     def check_idle(self, call: str) -> None:
-        """Raise FastPSError when gradients are in flight that `call` would disturb."""
+        """Raise FastPSError if gradients are in flight, which `call` would disturb."""
         if self.in_flight:
             raise FastPSError(
                 f"{call} was called while gradients are being communicated ("
@@ -361,7 +370,7 @@ class Round(Generic[F]):
             )
 
     def arrived(self, index: int) -> bool:
-        """Count one backward pass of a gradient; True when its bucket is to start now."""
+        """Count one backward pass of a gradient; return whether its bucket can start now."""
         if self._is_closed:
             self.reopen()
         bucket = self._bucket_of[index]
@@ -377,39 +386,39 @@ class Round(Generic[F]):
         self._open[bucket] -= 1
         return not self._open[bucket]
 
-    def started(self, handle: Waitable, buckets: Sequence[int], flights: Sequence[F]) -> None:
-        """Note that these buckets travel under one handle."""
+    def started(self, handle: Waitable, buckets: Sequence[int], contents: Sequence[F]) -> None:
+        """Mark buckets as in flight, under one handle."""
         for bucket in buckets:
             self._stages[bucket] = _Stage.IN_FLIGHT
             for index in self._members[bucket]:
                 self._waiting.pop(index, None)
-        self._flying.extend(buckets)
-        self._flights.append((handle, flights))
+        self._started.extend(buckets)
+        self._handles.append((handle, contents))
 
     def missing(self, buckets: Iterable[int]) -> list[int]:
-        """Return those of the buckets that have not been sent in this round."""
+        """Return the buckets among these that have not been sent in this round."""
         return [bucket for bucket in buckets if self._stages[bucket] is _Stage.IDLE]
 
     def take_each(self) -> list[tuple[Waitable, Sequence[F]]]:
-        """Hand over each handle in flight, with what it carries; all count as finished then."""
-        taken = self._flights
-        for bucket in self._flying:
+        """Return each handle in flight with its contents, and mark all as finished."""
+        taken = self._handles
+        for bucket in self._started:
             self._stages[bucket] = _Stage.FINISHED
-        self._flights, self._flying = [], []
+        self._handles, self._started = [], []
         self._waiting.clear()
         return taken
 
     def take(self) -> tuple[list[Waitable], list[F]]:
-        """Hand over everything in flight, to be waited for; it counts as finished from now on."""
+        """Return all handles in flight and all contents, and mark them as finished."""
         taken = self.take_each()
-        return [handle for handle, _ in taken], [flight for _, group in taken for flight in group]
+        return [handle for handle, _ in taken], [one for _, group in taken for one in group]
 
     def close(self) -> None:
-        """Note that the round is complete: the next arrival opens a new one."""
+        """Mark the round as complete; the next arrival opens a new one."""
         self._is_closed = True
 
     def reopen(self) -> None:
-        """Start a new round; nothing may be in flight."""
+        """Start a new round; FastPSError while in flight."""
         self.check_idle("a new step")
         self._counts = [0] * len(self._names)
         self._open = [len(members) for members in self._members]
@@ -418,7 +427,7 @@ class Round(Generic[F]):
 
 
 def shortened(names: Sequence[str], most: int = 5) -> str:
-    """Join names, leaving out what would make a message unreadable."""
+    """Return names as a text, the first ones and the number of the others."""
     more = len(names) - most
     tail = f" and {more} more" if more > 0 else ""
     return ", ".join(names[:most]) + tail

@@ -103,6 +103,14 @@ OPERATIONS = """
         fps.push_pull(tf.ones(3), "")
     with pytest.raises(Exception, match="MismatchError.*'differ'|'differ'"):
         tf.function(lambda x: fps.push_pull(x, "differ"))(tf.ones(3 + rank))
+    from fastps.frameworks.tensorflow import calls, sums  # where TensorFlow lacks our operation
+    calls.is_native = sums.is_native = lambda: False
+    for dtype in (tf.float32, tf.bfloat16):
+        x = tf.cast(tf.fill((2, 3), 1 + rank), dtype)
+        same(tf.function(lambda x: fps.push_pull(x, f"back {dtype}"))(x),
+             tf.cast(tf.fill((2, 3), 1.5), dtype))
+        same(tf.function(lambda x: fps.allgather(x, f"rows back {dtype}"))(x),
+             tf.cast(tf.constant([[1] * 3] * 2 + [[2] * 3] * 2), dtype))
 """
 
 

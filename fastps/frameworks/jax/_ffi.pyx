@@ -123,18 +123,19 @@ _DTYPES = {
 cdef int64_t[KINDS] _WIDTHS
 for _kind in range(KINDS):
     _WIDTHS[_kind] = _DTYPES[_kind].itemsize if _kind in _DTYPES else 0
-# f(number, device, operands, results); set once by handler()
-cdef object _run = None
+# By number, f(device, operands, results); set once by handler().
+cdef list _functions = None
 
 
-def handler(run):
+def handler(list functions):
     """Return the capsule that jax.ffi.register_ffi_target() takes.
 
-    run: f(number, device, operands, results), called in threads of XLA for every target that has
-    the capsule. Operands are a sequence of arrays to read, results one of arrays to write.
+    functions: by number, f(device, operands, results), called in threads of XLA for every target
+    that has the capsule. Operands are a sequence of arrays to read, results one of arrays to
+    write. The list may grow.
     """
-    global _run
-    _run = run
+    global _functions
+    _functions = functions
     return PyCapsule_New(<void *>handle, NULL, NULL)
 
 
@@ -215,9 +216,8 @@ cdef void *call(XlaFrame *frame) noexcept with gil:
     cdef XlaScalar *number
     try:
         number = <XlaScalar *>frame.attributes.items[0]
-        _run(
-            (<int64_t *>number.value)[0], device_of(frame),
-            borrow(&frame.operands, False), borrow(&frame.results, True),
+        _functions[(<int64_t *>number.value)[0]](
+            device_of(frame), borrow(&frame.operands, False), borrow(&frame.results, True)
         )
     except BaseException as error:
         return fail(frame, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that servers add up, within compiled programs: changes leave, what is held comes back."""
+"""Asynchronous training within compiled programs: push changes, take what the servers hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastps.frameworks.jax.calls import call, shapes_of
 def exchange_apart(
     steps: AsynchronousSteps, before: Sequence[Any], changes: Sequence[Any]
 ) -> list[Any]:
-    """Send servers what a step has changed, and return what they hold then."""
+    """Push the changes of a step to the servers, and return what they hold then."""
     count = len(before)
 
     def write(_: int, inputs: Arrays, outputs: Arrays) -> None:
@@ -31,11 +31,13 @@ def exchange_apart(
 
 
 def step_apart(update: Callable[..., Any], steps: AsynchronousSteps) -> Callable[..., Any]:
-    """Make an optax update() give what leads from its parameters to what servers hold then."""
+    """Make an optax update() return the difference from its parameters to those of the servers."""
 
     def step(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if params is None:
-            raise TypeError("servers hold the parameters: update(gradients, state, params)")
+            raise TypeError(
+                "asynchronous=True needs the parameters: call update(gradients, state, params)"
+            )
         updates, state = update(gradients, state, params, **extra)
         leaves, structure = jax.tree.flatten(params)
         before = [jnp.asarray(leaf) for leaf in leaves]
@@ -44,7 +46,7 @@ def step_apart(update: Callable[..., Any], steps: AsynchronousSteps) -> Callable
             for one, old in zip(jax.tree.leaves(updates), before, strict=True)
         ]
         held = exchange_apart(steps, before, changes) if before else []
-        moved = [new - old for new, old in zip(held, before, strict=True)]
-        return jax.tree.unflatten(structure, moved), state
+        differences = [new - old for new, old in zip(held, before, strict=True)]
+        return jax.tree.unflatten(structure, differences), state
 
     return step

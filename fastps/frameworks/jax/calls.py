@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a program that XLA has compiled calls Python, with its buffers as NumPy arrays.
+"""Calls of Python from programs that XLA has compiled, with XLA's buffers as NumPy arrays.
 
-On a CPU by XLA's foreign function interface, without a copy; elsewhere by jax.io_callback(),
-which copies. Knows nothing of what is called.
+On a CPU they go through XLA's foreign function interface, without a copy; elsewhere through
+jax.io_callback(), which copies. Knows nothing of the functions that are called.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ calls = Calls()
 
 @functools.cache
 def _register() -> None:
-    """Make the target known to XLA, and leave no job before programs have run; once."""
-    jax.ffi.register_ffi_target(TARGET, _ffi.handler(calls.run), platform="cpu")
+    """Register the target with XLA, and let shutdown() wait for programs; once."""
+    jax.ffi.register_ffi_target(TARGET, _ffi.handler(calls.functions), platform="cpu")
     current.wait_before_leaving(wait_idle)
 
 
 def wait_idle() -> None:
-    """Wait for the programs that were started; JAX starts them, and goes on.
+    """Wait for the programs that JAX has started, but not waited for.
 
-    Those of all threads whose results somebody holds, and all of this thread: XLA runs what calls
-    us in the order of a thread's starts. Errors are for those who look at the results.
+    These are the programs whose results are still referenced, and all of this thread: XLA runs
+    programs with calls in the order in which a thread started them. Their errors are raised where
+    the results are used, not here.
     """
     with contextlib.suppress(Exception):
         jax.effects_barrier()
@@ -50,7 +51,7 @@ def wait_idle() -> None:
 
 
 def is_native() -> bool:
-    """Return whether XLA's buffers can be lent: its default device is a CPU."""
+    """Return whether XLA's buffers are memory of the host: its default device is a CPU."""
     return str(jax.default_backend()) == "cpu"
 
 
@@ -62,11 +63,11 @@ def call(
     *,
     is_pure: bool = False,
 ) -> list[Any]:
-    """Add a call of a function to the program that is traced, or do it now.
+    """Add a call of a function to the program that is traced, or call it now; return the results.
 
-    key: the function's, which make() makes. shapes: of the results. is_pure: a program may leave
-    the call out where nothing needs its results; JAX starts a program with other calls from
-    Python, which takes it microseconds for each of the program's arrays.
+    make: returns the function f(device, inputs, outputs) at the first use of its key. shapes: of
+    the results. is_pure: a program may leave the call out if nothing needs its results. JAX starts
+    a program with other calls from Python, which costs microseconds per array.
     """
     number = calls.number_of(key, make)
     _register()
@@ -79,12 +80,12 @@ def call(
 
 
 def _call_back(number: int, operands: Sequence[Any], shapes: Shapes) -> list[Any]:
-    """Do the same where the buffers are a device's: they are copied to the host and back."""
+    """Do the same for buffers of another device, which are copied to the host and back."""
 
     def run(*inputs: Array) -> tuple[Array, ...]:
         found = [np.empty(shape.shape, shape.dtype) for shape in shapes]
         sources = [wire_view(np.ascontiguousarray(one)) for one in inputs]
-        calls.run(number, 0, sources, [wire_view(one) for one in found])
+        calls.functions[number](0, sources, [wire_view(one) for one in found])
         return tuple(found)
 
     return list(jax.experimental.io_callback(run, tuple(shapes), *operands, ordered=False))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Horovod's operations on JAX arrays, under jit and grad too.
 
-Results under jit have shapes that are known when the program is traced: first dimensions are the
-same on all workers there, and only outside of it may they differ. Gradients travel under
-'<name>.gradient'. A compiled program leaves out what no result needs. What a name is for, and
-which bytes travel: docs/collectives.md.
+Under jit the shapes of results must be known when the program is traced; so first dimensions may
+differ between workers only outside of jit. Gradients travel under '<name>.gradient'. A compiled
+program leaves out operations whose results it does not need. docs/collectives.md explains names,
+and which bytes travel.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from fastps.worker.handle import Array
 def allreduce(
     tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Return the average, or another op, of everybody's array; blocks the program there.
+    """Return the average, or another op, of all workers' arrays; blocks the program there.
 
-    op: as for fastps.allreduce(). Its gradient is the same of the results' gradients, where op is
-    a sum or an average; others have none.
+    op: as for fastps.allreduce(). The gradient of a sum or an average is the same operation on the
+    results' gradients; other ops have none.
     """
     label = check_name(name, "allreduce")
 
@@ -55,13 +55,12 @@ def allreduce(
 def _reduced(
     array: jax.Array, label: str, op: Op, process_set: ProcessSet, *, is_wanted: bool = True
 ) -> jax.Array:
-    """Reduce an array; zeros where the result is not wanted."""
+    """Reduce an array; return zeros where the result is not wanted."""
     code = dtype_of(array.dtype)
 
-    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        flight = start_allreduce(inputs[0], None, op, label, process_set, dtype=code)
-        found = flight.wait()
-        np.copyto(outputs[0], found.reshape(outputs[0].shape) if is_wanted else 0)
+    def run(source: Array, out: Array) -> None:
+        found = start_allreduce(source, None, op, label, process_set, dtype=code).wait()
+        np.copyto(out, found.reshape(out.shape) if is_wanted else 0)
 
     key = ("allreduce", label, op, id(process_set), is_wanted)
     return _once(key, run, array, array.shape)
@@ -81,11 +80,11 @@ def broadcast(
     array = jnp.asarray(tensor)
     label, code = check_name(name, "broadcast"), dtype_of(array.dtype)
 
-    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        np.copyto(outputs[0], inputs[0])
-        start_broadcast(outputs[0], root_rank, label, process_set, dtype=code).wait()
+    def run(source: Array, out: Array) -> None:
+        np.copyto(out, source)
+        start_broadcast(out, root_rank, label, process_set, dtype=code).wait()
 
-    def give(one: jax.Array) -> jax.Array:
+    def send(one: jax.Array) -> jax.Array:
         return _once(("broadcast", label, root_rank, id(process_set)), run, one, one.shape)
 
     def back(gradient: jax.Array) -> jax.Array:
@@ -93,7 +92,7 @@ def broadcast(
         name = of_gradient(label)
         return _reduced(gradient, name, Average, process_set, is_wanted=is_root)
 
-    return _differentiable(give, back, array)
+    return _differentiable(send, back, array)
 
 
 def allgather(
@@ -101,25 +100,25 @@ def allgather(
 ) -> jax.Array:
     """Return the arrays of all members, concatenated along the first dimension.
 
-    First dimensions may differ outside of jit, and there alone. Blocks the program there. Its
-    gradient is this member's part of the averaged gradients.
+    First dimensions may differ only outside of jit. Blocks the program there. Its gradient is this
+    member's part of the averaged gradients.
     """
     array = jnp.atleast_1d(jnp.asarray(tensor))
     label, code = check_name(name, "allgather"), dtype_of(array.dtype)
     counts = [len(array)] * process_set.size()
 
-    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        flight = start_allgather(inputs[0], label, process_set, dtype=code, counts=counts)[0]
-        np.copyto(outputs[0], flight.wait())
+    def run(source: Array, out: Array) -> None:
+        handle, _ = start_allgather(source, label, process_set, dtype=code, counts=counts)
+        np.copyto(out, handle.wait())
 
     def gather(one: jax.Array) -> jax.Array:
         if _is_traced(one):
             shape = (sum(counts), *one.shape[1:])
             return _once(("allgather", label, id(process_set)), run, one, shape)
-        flight, counts[:] = start_allgather(
+        handle, counts[:] = start_allgather(
             _host(one), label, process_set, dtype=code, is_awaited=True
         )
-        return _device(flight.wait(), code)
+        return _device(handle.wait(), code)
 
     def back(gradient: jax.Array) -> jax.Array:
         whole = allreduce(gradient, of_gradient(label), process_set=process_set)
@@ -132,23 +131,23 @@ def allgather(
 def reducescatter(
     tensor: Any, name: str, *, op: Op = Average, process_set: ProcessSet = global_process_set
 ) -> jax.Array:
-    """Return this member's rows of the allreduce(); under jit they divide evenly (ValueError).
+    """Return this member's rows of the allreduce(); ValueError under jit if they divide unevenly.
 
-    Its gradient is everybody's, gathered: times the number of members where op is a sum.
+    Its gradient is the allgather() of all gradients, times the number of members if op is a sum.
     """
     array = jnp.asarray(tensor)
     label, code = check_name(name, "reducescatter"), dtype_of(array.dtype)
 
-    def start(source: Array) -> Array:
-        flight = start_reducescatter(source, op, label, process_set, dtype=code)
-        found: Array = flight.wait()
+    def reduce(source: Array) -> Array:
+        found: Array = start_reducescatter(source, op, label, process_set, dtype=code).wait()
         return found
 
     def scatter(one: jax.Array) -> jax.Array:
         if not _is_traced(one):
-            return _device(start(_host(one)), code)
+            return _device(reduce(_host(one)), code)
         shape = (_share(one, process_set), *one.shape[1:])
-        return _once(("reducescatter", label, op, id(process_set)), _copying(start), one, shape)
+        key = ("reducescatter", label, op, id(process_set))
+        return _once(key, lambda source, out: np.copyto(out, reduce(source)), one, shape)
 
     def back(gradient: jax.Array) -> jax.Array:
         whole = allgather(gradient, of_gradient(label), process_set=process_set)
@@ -164,55 +163,59 @@ def alltoall(
     name: str,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each member, and give what came from each, in the order of members.
+    """Send rows to each member, and return the rows from each, in the order of members.
 
-    splits: how many rows go to each, outside of jit (ValueError under it); then the array and how
-    many rows came from each come back. None: the same number for all. Its gradient goes the way
-    back.
+    splits: the number of rows for each, only outside of jit (ValueError); the result is then the
+    array and the number of rows from each. None: the same number for all. Its gradient sends rows
+    back to where they came from.
     """
     array = jnp.asarray(tensor)
     label, code = check_name(name, "alltoall"), dtype_of(array.dtype)
     received: list[int] = []
 
     def exchange(source: Array) -> Array:
-        flight, received[:] = start_alltoall(
+        handle, received[:] = start_alltoall(
             source, splits, label, process_set, dtype=code, is_awaited=True
         )
-        found: Array = flight.wait()
+        found: Array = handle.wait()
         return found
 
-    def give(one: jax.Array) -> jax.Array:
+    def send(one: jax.Array) -> jax.Array:
         if not _is_traced(one):
             return _device(exchange(_host(one)), code)
         if splits is not None:
-            raise ValueError("alltoall with splits has no fixed shape: call it outside of jit")
+            raise ValueError(
+                f"alltoall {label!r} with splits has no fixed shape: call it outside of jit"
+            )
         _share(one, process_set)
-        return _once(("alltoall", label, id(process_set)), _copying(exchange), one, one.shape)
+        key = ("alltoall", label, id(process_set))
+        return _once(key, lambda source, out: np.copyto(out, exchange(source)), one, one.shape)
 
     def back(gradient: jax.Array) -> jax.Array:
         parts = None if splits is None else received
         found = alltoall(gradient, parts, name=of_gradient(label), process_set=process_set)
-        given: jax.Array = found if splits is None else found[0]
-        return given
+        sent_back: jax.Array = found if splits is None else found[0]
+        return sent_back
 
-    found = _differentiable(give, back, array)
+    found = _differentiable(send, back, array)
     return found if splits is None else (found, np.array(received))
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:
-    """Return the root's object, made of plain values and arrays, which come as NumPy's.
+    """Return the root's object, of plain values and arrays, which become NumPy's; blocks.
 
-    Blocks. What the others pass is ignored. TypeError on all workers where the root's cannot
-    travel.
+    Objects of other workers are ignored. TypeError on all workers if the root's cannot be sent.
     """
     plain = _plain(obj) if fastps.rank() == root_rank else None
     return fastps.broadcast_object(plain, root_rank, name=name)
 
 
 def _plain(obj: Any) -> Any:
-    """Return an object with NumPy's arrays for JAX's; the others wait to hear why it has none."""
+    """Return an object with NumPy's arrays for JAX's, or the reason for the others why not."""
     try:
-        return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_array(leaf) else leaf, obj)
+        return jax.tree.map(
+            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, obj
+        )
     except Exception as error:
         return Unsendable(error)
 
@@ -222,7 +225,7 @@ def _differentiable(
     back: Callable[[jax.Array], jax.Array] | None,
     array: jax.Array,
 ) -> jax.Array:
-    """Call run(array); back() makes the array's gradient of the result's, where there are any."""
+    """Return run(array); back(), if any, returns the array's gradient from the result's."""
     if back is None or not jnp.issubdtype(array.dtype, jnp.inexact):
         return run(array)
     whole = jax.custom_vjp(run)
@@ -230,26 +233,28 @@ def _differentiable(
     return whole(array)
 
 
-def _once(key: Any, run: Any, array: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Call a function of one array that gives one of the same dtype and this shape."""
+def _once(
+    key: Any, run: Callable[[Array, Array], None], array: jax.Array, shape: Sequence[int]
+) -> jax.Array:
+    """Call run(source, out) on an array; return out, of the same dtype and of this shape."""
+
+    def run_on_lists(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
+        run(inputs[0], outputs[0])
+
     wanted = jax.ShapeDtypeStruct(tuple(shape), array.dtype)
     whole = (key, array.shape, str(array.dtype), tuple(shape))
-    found: jax.Array = call(whole, lambda: run, [array], [wanted], is_pure=True)[0]
+    found: jax.Array = call(whole, lambda: run_on_lists, [array], [wanted], is_pure=True)[0]
     return found
 
 
-def _copying(start: Callable[[Array], Array]) -> Any:
-    def run(_: int, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
-        np.copyto(outputs[0], start(inputs[0]))
-
-    return run
-
-
 def _share(array: jax.Array, process_set: ProcessSet) -> int:
-    """Return how many rows each member gets, where they divide evenly."""
+    """Return the number of rows of each member; ValueError if they do not divide evenly."""
     size = process_set.size()
     if not array.ndim or len(array) % size:
-        raise ValueError(f"{array.shape} has no rows that divide among {size} workers under jit")
+        raise ValueError(
+            f"rows of an array of shape {array.shape} do not divide among {size} workers, as they "
+            "must under jit: pad them, or call it outside of jit"
+        )
     return len(array) // size
 
 
@@ -265,7 +270,3 @@ def _device(found: Array, code: DType) -> jax.Array:
 
 def _is_traced(array: object) -> bool:
     return isinstance(array, jax.core.Tracer)
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""distributed(): an optax transformation that steps with averages; trees of one worker for all.
+"""distributed(): an optax transformation that steps with averages; broadcasts of pytrees.
 
-Knows optax by the form of its transformations alone: a named tuple of init and update.
+Knows optax only by the form of its transformations: a named tuple of init and update.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastps.frameworks.array_exchange import AsynchronousSteps, broadcast_in_place
+from fastps.frameworks.array_exchange import AsynchronousSteps, Terms, broadcast_in_place
 from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, check_op
 from fastps.frameworks.jax.async_training import step_apart
-from fastps.frameworks.jax.sums import names_of, push_pull_finish, push_pull_start
+from fastps.frameworks.jax.sums import names_of, push_pull_finish, start_tree
 from fastps.session import current
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
@@ -34,27 +34,29 @@ def distributed(
 ) -> Any:
     """Make an optax transformation step with gradients averaged (or summed) over all workers.
 
-    optimizer: an optax.GradientTransformation; one of the same type comes back, whose state is
-    the optimizer's own. Its update() may be compiled: then every bucket of gradients leaves when
-    it is there, and the rest of the program that does not need the averages goes on.
-    compression, bucket_bytes, process_set: of push_pull(). Give a second optimizer whose
-    gradients have the same paths another prefix. For several passes per step wrap the result in
-    optax.MultiSteps, which calls it once per step.
-    asynchronous: gradients stay here, and servers add up what each worker's updates change, as for
-    fastps.ServerParameters, whose staleness it takes; update() is given the parameters then, and
-    gives what leads from them to what servers hold. Of the rest only prefix counts.
-    TypeError for what is no transformation; ValueError for terms that do not go together.
+    optimizer: an optax.GradientTransformation; the result has its type and its state. update()
+    may be compiled: every bucket of gradients leaves when it is ready, and the program goes on
+    until it needs the averages. compression, bucket_bytes, process_set: of push_pull(). A second
+    optimizer whose gradients have the same paths needs another prefix. For several passes per
+    step wrap the result in optax.MultiSteps, which calls it once per step.
+    asynchronous: gradients stay local, and servers add the updates of each worker, as for
+    fastps.ServerParameters, which explains staleness. update() then needs the parameters, and
+    returns the difference from them to those of the servers. Only prefix counts then.
+    TypeError if optimizer is not a transformation; ValueError for arguments that exclude each
+    other.
     """
     if not asynchronous and staleness is not None:
-        raise ValueError("a staleness is for asynchronous training: give asynchronous=True too")
+        raise ValueError(f"staleness={staleness!r} has no meaning without asynchronous=True")
     if asynchronous and compression is not None:
-        raise ValueError("asynchronous training does not compress: changes are added for good")
-    average = check_op(op) is Average
+        raise ValueError(
+            f"asynchronous=True does not compress, got compression={compression!r}: leave it out"
+        )
+    terms = Terms(check_op(op), compression, bucket_bytes, process_set)
     update = getattr(optimizer, "update", None)
     if update is None or not hasattr(optimizer, "_replace"):
         raise TypeError(
-            f"an optax transformation is needed, not {type(optimizer).__name__}: for example "
-            "distributed(optax.sgd(0.1))"
+            f"optimizer must be an optax transformation, not {type(optimizer).__name__}: for "
+            "example distributed(optax.sgd(0.1))"
         )
 
     if asynchronous:
@@ -62,20 +64,17 @@ def distributed(
         return optimizer._replace(update=step_apart(update, steps))
 
     def step(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        started = push_pull_start(
-            gradients, prefix, average=average, compression=compression,
-            bucket_bytes=bucket_bytes, process_set=process_set,
-        )  # fmt: skip
-        return update(push_pull_finish(started), state, params, **extra)
+        averages = push_pull_finish(start_tree(gradients, prefix, terms))
+        return update(averages, state, params, **extra)
 
     return optimizer._replace(update=step)
 
 
 def broadcast_parameters(tree: Any, root_rank: int = 0, prefix: str = "Parameter") -> Any:
-    """Return every worker the root's pytree: parameters, or the state of an optimizer.
+    """Return the root's pytree on all workers: parameters, or the state of an optimizer.
 
-    Arrays travel in one submit for each dtype, and other leaves as broadcast_object() carries
-    them. Shapes and dtypes are the same on all workers (MismatchError). Not under jit. Blocks.
+    Arrays travel in one submit for each dtype, other leaves as those of broadcast_object().
+    MismatchError where shapes or dtypes differ between workers. Not under jit. Blocks.
     """
     session = current.current()
     leaves, structure = jax.tree.flatten(tree)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """push_pull of pytrees, at once or as a start and a finish, under every transformation of JAX.
 
-A tree is one submit: its leaves are named by their paths, small ones travel side by side, and
-priorities fall along the tree. Under jit a program calls us from within, with XLA's own memory.
+A tree is one exchange: its leaves are named by their paths, small ones travel side by side, and
+priorities fall along the tree. A compiled program calls the exchange with XLA's own memory.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,32 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastps.frameworks.array_exchange import ArrayExchange, Arrays, Spec, spec_of
+from fastps.frameworks.array_exchange import ArrayExchange, Arrays, Spec, Terms, spec_of
 from fastps.frameworks.gradient_round import BUCKET_BYTES, check_name, of_gradient, op_of
 from fastps.frameworks.jax.calls import call, is_native, shapes_of
 from fastps.session.process_sets import ProcessSet, global_process_set
-from fastps.types import Op
 
-TOKEN = jax.ShapeDtypeStruct((), np.int8)  # makes one call wait for another; has no content
+TOKEN = jax.ShapeDtypeStruct((), np.int8)  # an empty value by which one call waits for another
 
 
 @dataclass(frozen=True)
 class How:
-    """What is done to the leaves of a tree, as a program is compiled for it; hashable."""
+    """How the leaves of a tree are added; programs are compiled for it, so it is hashable."""
 
-    label: str  # what users call the tree
-    names: tuple[str, ...]
-    op: Op
-    bucket_bytes: int
-    coding: str  # the compression, which may not be hashable, in words
-    compression: Any = field(compare=False)
-    process_set: ProcessSet = field(hash=False)
-
-    @property
-    def of_gradient(self) -> How:
-        """The same for the gradients of the results, under names of their own."""
-        names = tuple(map(of_gradient, self.names))
-        return replace(self, label=of_gradient(self.label), names=names)
+    label: str  # the name of the tree
+    names: tuple[str, ...]  # of the leaves
+    key: Hashable  # of the terms
+    terms: Terms = field(compare=False)
 
 
 class Plan:
@@ -52,26 +42,26 @@ class Plan:
         self._specs = specs
         self._is_copied = is_copied
         self._on: dict[int, ArrayExchange] = {}
-        self.buckets = self.on(0).plan
+        self.buckets = self.on(0).plan  # places of the leaves in each bucket
 
     def on(self, device: int) -> ArrayExchange:
-        """Return the exchange of a device; devices of one number belong together in the job."""
+        """Return the exchange of a device with the devices of its number in other processes."""
         if device not in self._on:
             mark = f"@{device}" if device else ""
             self._on[device] = ArrayExchange(
                 [spec._replace(name=spec.name + mark) for spec in self._specs],
-                label=self._how.label + mark, op=self._how.op, compression=self._how.compression,
-                bucket_bytes=self._how.bucket_bytes, process_set=self._how.process_set,
+                self._how.terms,
+                label=self._how.label + mark,
                 is_copied=self._is_copied,
-            )  # fmt: skip
+            )
         return self._on[device]
 
     def add(self, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Do the whole at once."""
+        """Add all leaves at once."""
         self.on(device).add(inputs, outputs)
 
     def start(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
-        """Start with a bucket; XLA may use its memory for the next."""
+        """Start the sum of a bucket, whose memory XLA may use again when this returns."""
         self.on(device).start(bucket, inputs)
 
     def finish(self, bucket: int, device: int, inputs: Arrays, outputs: Arrays) -> None:
@@ -86,7 +76,7 @@ class Plan:
 
 @functools.cache
 def plan_of(how: How, specs: tuple[Spec, ...], *, is_copied: bool = False) -> Plan:
-    """Return the plan for leaves; the same for the same, in all programs."""
+    """Return the plan for leaves, the same one for the same arguments in all programs."""
     return Plan(how, specs, is_copied=is_copied)
 
 
@@ -115,11 +105,11 @@ def _forward(how: How, leaves: tuple[Any, ...]) -> tuple[tuple[Any, ...], None]:
 
 
 def _backward(how: How, _: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
-    """Add the gradients of the results; those of integers are no numbers and stay."""
+    """Add the gradients of the results, under names of their own; integers have none to add."""
     floats = [i for i, one in enumerate(gradients) if one.dtype != jax.dtypes.float0]
-    back = how.of_gradient
-    some = replace(back, names=tuple(back.names[i] for i in floats))
-    added = iter(_add(some, tuple(gradients[i] for i in floats)))
+    names = tuple(of_gradient(how.names[i]) for i in floats)
+    back = replace(how, label=of_gradient(how.label), names=names)
+    added = iter(_add(back, tuple(gradients[i] for i in floats)))
     return (tuple(next(added) if i in floats else one for i, one in enumerate(gradients)),)
 
 
@@ -137,38 +127,39 @@ def push_pull(
 ) -> Any:
     """Average (or sum) every array of a pytree over all workers.
 
-    name: the same on all workers, of one operation at a time; a leaf's is it and the leaf's path.
-    compression: of fastps.push_pull(). Works under jit, grad, scan,
-    cond, vmap (one after the other) and shard_map, where the devices of one number in all
-    processes add among themselves, and jax.checkpoint. Its gradient is the push_pull of
-    the results' gradients, under '<name>.gradient'. Blocks the program at that point. A compiled
-    program leaves it out where nothing needs the result: let all workers need it, or none. Errors
-    arrive as jax.errors.JaxRuntimeError with our text, or as ValueError from a compiled function
+    name: the same on all workers, for one operation at a time; a leaf's name is it and the leaf's
+    path. compression: of fastps.push_pull(). Works under jit, grad, scan, cond, jax.checkpoint,
+    vmap (one after the other) and shard_map, where the devices of one number in all processes add
+    among themselves. Its gradient is the push_pull of the results' gradients, under
+    '<name>.gradient'. Blocks the program at that point. A compiled program leaves it out if
+    nothing needs the result: let all workers need it, or none. Errors arrive as
+    jax.errors.JaxRuntimeError with the text of fastps, or as ValueError from a compiled function
     that has run before.
     """
-    leaves, structure, how = _taken_apart(
-        tree, name, average, compression, bucket_bytes, process_set
-    )
+    terms = Terms(op_of(average), compression, bucket_bytes, process_set)
+    leaves, structure, how = _flatten(tree, name, terms)
     return jax.tree.unflatten(structure, _add(how, tuple(leaves)) if leaves else ())
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class InFlight:
-    """A tree under way, from push_pull_start() to push_pull_finish(); look at nothing in it."""
+    """A tree in flight, from push_pull_start() to push_pull_finish(); opaque."""
 
-    begun: Sequence[Any]  # a token for each bucket; the leaves where XLA does not lend them
+    begun: Sequence[
+        Any
+    ]  # a token for each bucket; the leaves where XLA's memory is not on the host
     how: How
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     structure: Any
 
     def tree_flatten(self) -> tuple[Sequence[Any], tuple[Any, ...]]:
-        """Take apart for JAX."""
+        """Return what JAX sees, and the rest."""
         return self.begun, (self.how, self.shapes, self.structure)
 
     @classmethod
     def tree_unflatten(cls, terms: tuple[Any, ...], begun: Sequence[Any]) -> InFlight:
-        """Put together for JAX."""
+        """Undo tree_flatten()."""
         return cls(begun, *terms)
 
 
@@ -181,14 +172,17 @@ def push_pull_start(
     bucket_bytes: int = BUCKET_BYTES,
     process_set: ProcessSet = global_process_set,
 ) -> InFlight:
-    """Start push_pull(); what the program does before push_pull_finish() goes on beside it.
+    """Start push_pull(); the program computes on until push_pull_finish().
 
-    Each bucket leaves as soon as its arrays are there. Start and finish belong into one compiled
-    function. Not to be differentiated: it is for gradients.
+    Each bucket leaves as soon as its arrays are ready. Start and finish belong into one compiled
+    function. It is for gradients, and has none of its own.
     """
-    leaves, structure, how = _taken_apart(
-        tree, name, average, compression, bucket_bytes, process_set
-    )
+    return start_tree(tree, name, Terms(op_of(average), compression, bucket_bytes, process_set))
+
+
+def start_tree(tree: Any, name: str, terms: Terms) -> InFlight:
+    """Do push_pull_start()."""
+    leaves, structure, how = _flatten(tree, name, terms)
     shapes = tuple(shapes_of(leaves))
     if not is_native():
         return InFlight(leaves, how, shapes, structure)
@@ -203,9 +197,12 @@ def push_pull_start(
 
 
 def push_pull_finish(started: InFlight) -> Any:
-    """Wait for what push_pull_start() has begun, and give the tree of results."""
+    """Wait for the sums that push_pull_start() began, and return the tree of results."""
     if not isinstance(started, InFlight):
-        raise TypeError("push_pull_finish() takes what push_pull_start() gave")
+        raise TypeError(
+            "push_pull_finish() takes the result of push_pull_start(), not "
+            f"{type(started).__name__}"
+        )
     how, begun = started.how, tuple(started.begun)
     if is_native():
         return jax.tree.unflatten(started.structure, _finish_now(how, started.shapes, begun))
@@ -216,11 +213,10 @@ def push_pull_finish(started: InFlight) -> Any:
 def _finish_now(
     how: How, shapes: tuple[jax.ShapeDtypeStruct, ...], begun: tuple[Any, ...]
 ) -> list[Any]:
-    """Wait for all buckets and take each, the last layers' first; outside of a program too.
+    """Wait for all buckets, then take their results one after the other, the last layers' first.
 
-    One after the other: XLA makes room at once for the results of all calls that could be next.
-    So it steps with those of one bucket before it has to have memory for another's; what a step
-    takes, the kernel clears.
+    XLA allocates the results of all calls that could be next. In this order it can step with the
+    results of one bucket before it needs memory for those of another.
     """
     specs = _specs(how, shapes)
     plan = plan_of(how, specs, is_copied=True)
@@ -242,13 +238,8 @@ def names_of(tree: Any, name: str) -> tuple[str, ...]:
     return tuple(name + jax.tree_util.keystr(path) for path in paths)
 
 
-def _taken_apart(
-    tree: Any, name: str, average: bool, compression: Any, bucket_bytes: int, who: ProcessSet
-) -> tuple[list[Any], Any, How]:
-    """Return leaves, structure and what is to be done with them."""
+def _flatten(tree: Any, name: str, terms: Terms) -> tuple[list[Any], Any, How]:
+    """Return leaves, structure, and how the leaves are added."""
     label = check_name(name, "push_pull")
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    op = op_of(average)
-    names = names_of(tree, label)
-    how = How(label, names, op, bucket_bytes, repr(compression), compression, who)
-    return leaves, structure, how
+    return leaves, structure, How(label, names_of(tree, label), terms.key, terms)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What depends on Keras's back end: how gradients are exchanged, and how variables are written."""
+"""The parts that depend on Keras's back end: exchange of gradients, access to variables."""
 
 from __future__ import annotations
 
@@ -11,40 +11,32 @@ import numpy as np
 
 from fastps.frameworks.array_exchange import (
     AsynchronousSteps,
-    Exchanges,
+    Terms,
     broadcast_in_place,
+    exchange_of,
     spec_of,
 )
-from fastps.frameworks.gradient_round import Average
-
-Exchange = Callable[..., list[Any]]
-
-exchanges = Exchanges()
 
 
-def exchange_of_backend() -> Exchange:
-    """Return f(gradients, prefix=, op=, ...), which averages gradients, None among them."""
+def exchange_gradients(
+    gradients: Sequence[Any], prefix: str, terms: Terms, *, sparse_as_dense: bool
+) -> list[Any]:
+    """Return averages or sums of gradients over all workers; None stays None."""
     name = keras.backend.backend()
     if name == "tensorflow":
-        from fastps.frameworks.tensorflow.training import exchange_gradients  # noqa: PLC0415
+        from fastps.frameworks.tensorflow import training  # noqa: PLC0415
 
-        return exchange_gradients
-    return _with_jax if name == "jax" else _on_host
+        return training.add_gradients(gradients, prefix, terms, sparse_as_dense=sparse_as_dense)
+    if name == "jax":
+        from fastps.frameworks.jax import sums  # noqa: PLC0415
 
-
-def _with_jax(gradients: Sequence[Any], *, prefix: str, op: Any = Average, **options: Any) -> Any:
-    """Average within the compiled step."""
-    from fastps.frameworks.jax.sums import push_pull_finish, push_pull_start  # noqa: PLC0415
-
-    options.pop("sparse_as_dense", None)
-    average = op is Average
-    started = push_pull_start(list(gradients), prefix, average=average, **options)
-    return push_pull_finish(started)
+        found: list[Any] = sums.push_pull_finish(sums.start_tree(list(gradients), prefix, terms))
+        return found
+    return _exchange_torch(gradients, prefix, terms)
 
 
-def _on_host(gradients: Sequence[Any], *, prefix: str, op: Any = Average, **options: Any) -> Any:
-    """Average in place, in the gradients' own memory; torch's tensors, contiguous or not."""
-    options.pop("sparse_as_dense", None)
+def _exchange_torch(gradients: Sequence[Any], prefix: str, terms: Terms) -> list[Any]:
+    """Add PyTorch's tensors in their own memory, if they are contiguous."""
     found = list(gradients)
     places = [i for i, one in enumerate(found) if one is not None]
     for place in places:
@@ -55,22 +47,24 @@ def _on_host(gradients: Sequence[Any], *, prefix: str, op: Any = Average, **opti
         for i, one in zip(places, arrays, strict=True)
     ]
     if specs:
-        exchanges.get(specs, label=prefix, op=op, **options).add(arrays, arrays)
+        exchange_of(specs, terms, label=prefix).add(arrays, arrays)
     return found
 
 
 def step_apart(steps: AsynchronousSteps, variables: Sequence[Any], step: Callable[[], Any]) -> Any:
-    """Step, give servers what that has changed of variables, and these what servers hold then."""
+    """Step, push the changes of variables to the servers, and set them to what servers hold."""
     before = [keras.ops.copy(one) for one in variables]
     found = step()
     changes = [one - old for one, old in zip(variables, before, strict=True)]
-    for one, held in zip(variables, _held(steps, before, changes), strict=True):
+    for one, held in zip(variables, _exchange_changes(steps, before, changes), strict=True):
         one.assign(held)
     return found
 
 
-def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> list[Any]:
-    """Call for what servers hold, within a compiled step too."""
+def _exchange_changes(
+    steps: AsynchronousSteps, before: list[Any], changes: list[Any]
+) -> list[Any]:
+    """Push changes and return what servers hold then; within a compiled step too."""
     count, name = len(before), keras.backend.backend()
     if name == "tensorflow":
         from fastps.frameworks.tensorflow.calls import call  # noqa: PLC0415
@@ -89,7 +83,7 @@ def _held(steps: AsynchronousSteps, before: list[Any], changes: list[Any]) -> li
 
 
 def host_of(variable: Any) -> Any:
-    """Return what a variable holds as an array; Keras's own way warns with NumPy 2."""
+    """Return the value of a variable as an array; Keras's own conversion warns with NumPy 2."""
     inner = getattr(variable, "value", None)
     value = variable if inner is None or callable(inner) else inner
     if hasattr(value, "detach"):
@@ -98,7 +92,7 @@ def host_of(variable: Any) -> Any:
 
 
 def is_seed(variable: Any) -> bool:
-    """Return whether it is the state of a random layer, which is each worker's own."""
+    """Return whether a variable is the state of a random layer, which workers do not share."""
     return str(getattr(variable, "name", "")).startswith("seed_generator_state")
 
 
@@ -107,7 +101,7 @@ def broadcast_variables(
 ) -> None:
     """Overwrite Keras's variables on all workers with those of the root; one submit per dtype.
 
-    Blocks; not within a compiled step. Seeds of random layers stay each worker's own.
+    Blocks; not within a compiled step. Seeds of random layers stay as they are.
     """
     listed = [one for one in variables if not is_seed(one)]
     arrays = [np.array(host_of(one)) for one in listed]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MXNet 1.9.1 needs of NumPy. Must not import MXNet."""
+"""NumPy's old names, which MXNet 1.9.1 needs. Must not import MXNet."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _ALIASES = {"bool": bool, "int": int, "float": float, "object": object, "str": s
 
 
 def compat() -> None:
-    """Restore in NumPy 1.24 to 1.26 the names that MXNet 1.9.1 uses; before `import mxnet`.
+    """Restore names of Python's types in NumPy 1.24 to 1.26, for MXNet 1.9.1; before its import.
 
-    They are those of Python's own types, for all of the process. ImportError with NumPy 2, which
-    lacks more than names.
+    This affects the whole process. ImportError with NumPy 2, which lacks more than names.
     """
     if int(np.__version__.partition(".")[0]) >= 2:
         raise ImportError(

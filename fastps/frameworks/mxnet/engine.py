@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of ours in MXNet's own engine, so that nothing blocks and order is MXNet's.
+"""Operations of fastps in MXNet's own engine: they never block it, and keep its order.
 
-MXNet calls `start` in one of its threads as soon as what was pushed before on the arrays is done.
-What is pushed on them afterwards waits until `finish` has returned in a thread of ours: MXNet has
-few threads, and they are never kept waiting. An exception of either becomes one of MXNet,
-which it raises where somebody waits for one of the arrays. Invariant: every operation is completed
+MXNet calls `start` in one of its threads when all operations pushed earlier on the arrays are
+done. Operations pushed later on them wait until `finish` has returned in a thread of ours: MXNet
+has few threads, so none of them waits. An exception of either function becomes an error of MXNet,
+raised where the program waits for one of the arrays. Invariant: every operation is completed
 exactly once.
 
-The C++ objects that MXNet hands over are those of 1.9 (include/mxnet/engine.h): a completion is
-three pointers, to be copied, and an error a std::runtime_error. Threads: push() in any.
+MXNet passes the C++ objects of version 1.9 (include/mxnet/engine.h): a completion is three
+pointers, to be copied, and an error is a std::runtime_error. Threads: push() in any.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 _PRIORITIZED = 3  # FnProperty::kCPUPrioritized: threads beside those that compute
 _CPU = 1  # Context: type and number of the device
 _CPUS = ("cpu", "cpu_pinned", "cpu_shared")
-_LABEL = b"fastps"  # of what we push, in MXNet's profiler
-_ERROR_BYTES = 64  # of a std::runtime_error, generously
+_LABEL = b"fastps"  # of our operations in MXNet's profiler
+_ERROR_BYTES = 64  # more than a std::runtime_error has
 
-_failing = threading.Lock()  # MXNet puts errors into a vector of its own without a lock
+_failing = threading.Lock()  # MXNet appends errors to a vector without a lock
 
 _Start = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _Complete = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -53,7 +53,7 @@ class _Completion(ctypes.Structure):
     )
 
     def complete(self, error: BaseException | None = None) -> None:
-        """Tell MXNet that the operation is done, or what went wrong."""
+        """Report to MXNet that the operation is done, or its error."""
         done = _Complete(self.call)
         if error is None:
             done(self.engine, self.operation, None)
@@ -68,7 +68,7 @@ class _Completion(ctypes.Structure):
 
 
 class _Operation(NamedTuple):
-    """What was pushed, and the arrays that live until it is done."""
+    """Functions that were pushed, and the arrays that live until they are done."""
 
     start: Callable[[], object]
     finish: Callable[[], object]
@@ -76,7 +76,7 @@ class _Operation(NamedTuple):
 
 
 class Engine:
-    """MXNet's engine as we see it, and our thread that waits for what was started in it."""
+    """Our access to MXNet's engine, and the thread that waits for the operations started there."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -96,13 +96,19 @@ class Engine:
         writes: Sequence[Any],
         priority: int = 0,
     ) -> None:
-        """Have start() and then finish() called when the arrays are free; returns at once.
+        """Let start() and then finish() be called when the arrays are free; return at once.
 
         reads, writes: NDArrays, none of them twice. finish() may block; it is called in the order
-        of starts, and not where start() has failed. After an error of an earlier operation on an
-        array MXNet calls neither.
+        of starts, unless start() has failed. After an error of an earlier operation on an array
+        MXNet calls neither.
         """
-        self._prepare()
+        with self._lock:
+            if self._waiter is None:
+                self._waiter = threading.Thread(
+                    target=self._wait_always, name="fastps-mxnet", daemon=True
+                )
+                self._waiter.start()
+                current.wait_before_leaving(self.wait_idle)
         number = next(self._numbers)
         self._pushed[number] = _Operation(start, finish, (reads, writes))
         device, kind = (ctypes.c_int * 2)(_CPU, 0), ctypes.c_int(_PRIORITIZED)
@@ -115,25 +121,16 @@ class Engine:
         )  # fmt: skip
 
     def wait_idle(self) -> None:
-        """Wait for everything that was pushed; errors have been, or will be, seen elsewhere."""
+        """Wait for all operations that were pushed; their errors are raised elsewhere."""
         if self._waiter is None:
             return
         try:
             mx.nd.waitall()
         except MXNetError as error:
-            _log.debug("an operation had failed: %s", error)
-
-    def _prepare(self) -> None:
-        with self._lock:
-            if self._waiter is None:
-                self._waiter = threading.Thread(
-                    target=self._wait_always, name="fastps-mxnet", daemon=True
-                )
-                self._waiter.start()
-                current.wait_before_leaving(self.wait_idle)
+            _log.debug("an operation pushed to MXNet failed earlier: %s", error)
 
     def _enter(self, _: int, completion: int, number: int) -> None:
-        """Start an operation, in a thread of MXNet's, which must get no exception."""
+        """Start an operation, in a thread of MXNet's; no exception may leave this function."""
         operation = self._pushed.pop(number)
         done = _Completion.from_buffer_copy(_Completion.from_address(completion))
         try:
@@ -141,7 +138,7 @@ class Engine:
         except BaseException as error:
             done.complete(error)
             return
-        if self._is_naive:  # wants it done when this returns
+        if self._is_naive:  # the operation must be done when this returns
             _finish(operation, done)
         else:
             self._started.put((operation, done))
@@ -152,7 +149,7 @@ class Engine:
 
 
 def _finish(operation: _Operation, done: _Completion) -> None:
-    """Wait for an operation, and tell MXNet how it has ended."""
+    """Wait for an operation, and report its end to MXNet."""
     try:
         operation.finish()
     except BaseException as error:
@@ -166,37 +163,39 @@ def _handles(arrays: Sequence[Any]) -> Any:
 
 
 def check_array(array: Any) -> None:
-    """Raise TypeError for what does not lie in the memory of a CPU in one piece."""
+    """Raise TypeError unless an array is a dense NDArray in the memory of a CPU."""
     if not hasattr(array, "stype"):
-        raise TypeError(f"fastps.mxnet takes NDArrays, not {type(array).__name__}: mx.nd.array()")
+        raise TypeError(
+            f"fastps.mxnet takes NDArrays, not {type(array).__name__}: convert it by mx.nd.array()"
+        )
     if array.stype != "default" or array.context.device_type not in _CPUS:
         raise TypeError(
-            f"fastps takes dense arrays of a CPU, not {array.stype} ones of {array.context}: "
-            "use tostype('default') or as_in_context(mx.cpu())"
+            f"fastps.mxnet takes dense arrays on a CPU, not {array.stype} ones on "
+            f"{array.context}: use tostype('default') or as_in_context(mx.cpu())"
         )
 
 
 def memory_of(array: Any) -> Array:
-    """Return an NDArray's memory as an array, which keeps it; when what was pushed on it is done.
+    """Return an array over an NDArray's memory, which it keeps alive.
 
-    Not before: MXNet may be giving it memory in another thread then. MXNDArrayGetData() would wait
-    for the array where it has a layout of MKLDNN's, for ever where start() asks; this way it is
-    an error of MXNet's.
+    Call it when all operations pushed on the NDArray are done: until then MXNet may allocate the
+    memory in another thread. DLPack raises an error of MXNet's for a layout of MKLDNN's, for which
+    MXNDArrayGetData() would wait, forever if start() calls it.
     """
     kind, shape, count = np.dtype(array.dtype), array.shape, array.size
     if not count:
         return np.empty(shape, kind)
-    lent = ctypes.c_void_p()
-    check_call(_LIB.MXNDArrayToDLPack(array.handle, ctypes.byref(lent)))
-    address = DLManagedTensor.from_address(lent.value).dl_tensor.data
-    check_call(_LIB.MXNDArrayCallDLPackDeleter(lent))
+    exported = ctypes.c_void_p()
+    check_call(_LIB.MXNDArrayToDLPack(array.handle, ctypes.byref(exported)))
+    address = DLManagedTensor.from_address(exported.value).dl_tensor.data
+    check_call(_LIB.MXNDArrayCallDLPackDeleter(exported))
     memory: Any = (ctypes.c_char * (count * kind.itemsize)).from_address(address)
     memory.holds = array  # as long as an array is over it
     return np.frombuffer(memory, kind, count).reshape(shape)
 
 
 def array_over(memory: Array) -> Any:
-    """Return an NDArray that lies in an array's memory, which it keeps alive."""
+    """Return an NDArray over an array's memory, which it keeps alive."""
     return mx.nd.from_numpy(memory.view())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The KVStore by the name "fastps", and the beginning and end of a job."""
+"""The KVStore "fastps", and init()."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from fastps.contract.codec import Coding
 from fastps.contract.compression import Choice, coding_of
 from fastps.errors import ConfigError
 from fastps.frameworks import horovod
+from fastps.frameworks.array_exchange import Terms
 from fastps.frameworks.gradient_round import Sum
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays
 
-_KEY = "kvstore"  # where names begin
+_KEY = "kvstore"  # prefix of names
 
 
 @mx.kvstore.KVStoreBase.register
 class FastPS(mx.kvstore.KVStoreBase):  # type: ignore[misc]
-    """What gluon.Trainer(..., kvstore="fastps") uses: sums over all workers, in MXNet's engine.
+    """The store of gluon.Trainer(..., kvstore="fastps"): sums over all workers, in MXNet's engine.
 
-    As with MXNet's dist_sync gradients are summed, not averaged, so step() wants the batch size of
-    all workers together. Parameters are updated by the workers. One trainer in a process; for more
-    see DistributedTrainer.
+    Gradients are summed, not averaged, as with MXNet's dist_sync; so step() needs the batch size
+    of all workers together. Workers update the parameters. A process may have one such trainer;
+    for more use DistributedTrainer.
     """
 
     def __init__(self) -> None:
-        """Join the job, if that was not done."""
+        """Join the job, if the process has not joined it."""
         fastps.init()
-        self._compression: Choice = None
+        self._terms = Terms(Sum)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Write worker 0's value into out; blocks."""
@@ -46,47 +47,46 @@ class FastPS(mx.kvstore.KVStoreBase):  # type: ignore[misc]
         outs = values if out is None else _listed(out)
         if len(values) > 1 or outs[0] is not values[0]:
             outs[0][:] = mx.nd.add_n(*[one.as_in_context(outs[0].context) for one in values])
-        add_in_place(
-            outs[0], f"{_KEY}.{key}", op=Sum, compression=self._compression, priority=priority
-        )
+        add_in_place(outs[0], f"{_KEY}.{key}", self._terms, priority=priority)
         for one in outs[1:]:
             one[:] = outs[0]
 
     def set_gradient_compression(self, compression_params: Choice) -> None:
-        """Take the compression_params of gluon.Trainer, which are those of DistributedTrainer.
+        """Set the compression_params of gluon.Trainer, the same as those of DistributedTrainer.
 
-        Not onebit without scaling: the first pushpull() raises ConfigError.
+        With onebit without scaling the first pushpull() raises ConfigError.
         """
-        self._compression = compression_params and partial(_codec_of, compression_params)
+        choice = compression_params and partial(_codec_of, compression_params)
+        self._terms = Terms(Sum, choice)
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Return False: optimizers are run by workers."""
+        """Return False: workers run the optimizers."""
         return False
 
     @property
     def type(self) -> str:
-        """What MXNet looks for in a store's name: dist and sync."""
+        """A name with "dist" and "sync", which MXNet looks for."""
         return "dist_sync_fastps"
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """This worker's rank."""
         return fastps.rank()
 
     @property
     def num_workers(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return fastps.size()
 
 
 def _codec_of(choice: Choice, name: str) -> Coding | None:
-    """Return the codec of a key; ConfigError for one that has to come after step()'s division."""
+    """Return the codec of a key; ConfigError for one that must come after step()'s division."""
     coding = coding_of(choice, name)
     if coding is not None and not coding.keeps_scale:
         raise ConfigError(
-            f"{name!r} is {coding}, and step() would divide these signs by the batch size: give "
-            "scaling=True, or use fastps.mxnet.DistributedTrainer"
+            f"the compression of {name!r} is {coding}, and step() would divide its signs by the "
+            "batch size: pass scaling=True, or use fastps.mxnet.DistributedTrainer"
         )
     return coding
 
@@ -96,7 +96,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _create_kvstore(kvstore: Any, *rest: Any) -> Any:
-    """Make the store also for one device, where MXNet leaves out all whose name lacks "dist"."""
+    """Create the store for one device too, for which MXNet ignores names without "dist"."""
     return _create_original(FastPS() if kvstore == "fastps" else kvstore, *rest)
 
 
@@ -105,7 +105,7 @@ mx.gluon.trainer._create_kvstore = _create_kvstore
 
 
 def init(comm: Any = None, process_sets: Any = None, **settings: object) -> None:
-    """Join the job; MXNet knows the KVStore "fastps" from now on.
+    """Join the job; importing this function registered the KVStore "fastps" with MXNet.
 
     comm, process_sets: of fastps.torch.init(), as Horovod has them. settings: of fastps.init().
     """

@@ -2,9 +2,8 @@
 """push_pull of NDArrays through MXNet's engine, BytePS's names for it, and Horovod's operations.
 
 A bucket of an ArrayExchange is one operation of MXNet's: it begins when the last of its arrays is
-there, while MXNet computes others. Names are declared by the caller, who blocks then, the first
-time. Horovod's operations block; their names are optional, and those without one meet in the order
-of calls.
+ready, while MXNet computes others. The first call with a name declares it, which blocks. Horovod's
+operations block; their names are optional, and those without a name meet in the order of calls.
 """
 
 from __future__ import annotations
@@ -17,8 +16,21 @@ import mxnet as mx
 import numpy as np
 
 from fastps.contract.compression import Choice
-from fastps.frameworks.array_exchange import ArrayExchange, Exchanges, broadcast_in_place, spec_of
-from fastps.frameworks.gradient_round import Average, check_name, op_of, op_of_words, part_name
+from fastps.frameworks.array_exchange import (
+    ArrayExchange,
+    Terms,
+    broadcast_in_place,
+    exchange_of,
+    spec_of,
+)
+from fastps.frameworks.gradient_round import (
+    Average,
+    check_name,
+    check_optional_name,
+    on_each,
+    op_of,
+    op_of_words,
+)
 from fastps.frameworks.mxnet.engine import check_array, engine, memory_of
 from fastps.ops.start import (
     start_allgather,
@@ -28,10 +40,8 @@ from fastps.ops.start import (
     start_reducescatter,
 )
 from fastps.session.process_sets import ProcessSet, global_process_set
-from fastps.types import Op, dtype_of
+from fastps.types import Op
 from fastps.worker.handle import Array
-
-exchanges = Exchanges()
 
 
 def push_bucket(
@@ -41,9 +51,9 @@ def push_bucket(
     memory: Sequence[Array] | None = None,
     priority: int = 0,
 ) -> None:
-    """Add the arrays of a bucket over all workers, in place, when MXNet has them ready.
+    """Add the arrays of a bucket over all workers, in place, when MXNet has made them.
 
-    memory: where each of the arrays lies, if that is known. Returns at once.
+    memory: the memory of each array, if it is known. Returns at once.
     """
 
     def start() -> None:
@@ -55,21 +65,10 @@ def push_bucket(
     engine.push(start, finish, writes=arrays, priority=priority)
 
 
-def add_in_place(
-    array: Any,
-    name: str,
-    *,
-    op: Op = Average,
-    compression: Choice = None,
-    priority: int = 0,
-    process_set: ProcessSet = global_process_set,
-) -> None:
+def add_in_place(array: Any, name: str, terms: Terms, *, priority: int = 0) -> None:
     """Average or sum one NDArray over all workers, in place; returns at once."""
     check_array(array)
-    exchange = exchanges.get(
-        [spec_of(name, array.shape, array.dtype)], op=op, compression=compression,
-        process_set=process_set,
-    )  # fmt: skip
+    exchange = exchange_of([spec_of(name, array.shape, array.dtype)], terms)
     push_bucket(exchange, 0, [array], priority=priority)
 
 
@@ -82,26 +81,24 @@ def push_pull(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the average (or sum) of everybody's NDArray, as a new one.
+    """Return the average (or sum) of all workers' NDArrays, as a new one.
 
-    name: the same on all workers, of one operation at a time. compression: of fastps.push_pull().
-    Returns at once, as MXNet's own operations do. What is known at once is raised here; any other
-    error by MXNet, as mxnet.base.MXNetError with our text, where the result is used.
+    name: the same on all workers, for one operation at a time. compression: of fastps.push_pull().
+    Returns at once, as MXNet's own operations do. Errors in the arguments are raised here. MXNet
+    raises others where the result is used, as mxnet.base.MXNetError with the text of fastps.
     """
     label = check_name(name, "push_pull")
     check_array(tensor)
     found = tensor.copy()
-    add_in_place(
-        found, label, op=op_of(average), compression=compression,
-        priority=priority, process_set=process_set,
-    )  # fmt: skip
+    terms = Terms(op_of(average), compression, process_set=process_set)
+    add_in_place(found, label, terms, priority=priority)
     return found
 
 
 def byteps_declare_tensor(name: str, **options: Any) -> None:
-    """Remember how a tensor is compressed; options: BytePS's byteps_compressor_type and so on.
+    """Set the compression of byteps_push_pull() for a name; does not block.
 
-    Used by byteps_push_pull() of that name. Blocks for nobody.
+    options: BytePS's byteps_compressor_type and so on.
     """
     _declared[check_name(name, "byteps_declare_tensor")] = options or None
 
@@ -116,12 +113,9 @@ def byteps_push_pull(
     name: str | None = None,
     is_average: bool = True,
 ) -> None:
-    """Average (or sum) an NDArray in place, as BytePS does; version means nothing here."""
+    """Average (or sum) an NDArray in place, as BytePS does; version is ignored."""
     label = check_name(name, "byteps_push_pull")
-    add_in_place(
-        tensor, label, op=op_of(is_average), compression=_declared.get(label),
-        priority=priority,
-    )  # fmt: skip
+    add_in_place(tensor, label, Terms(op_of(is_average), _declared.get(label)), priority=priority)
 
 
 def allreduce(
@@ -135,17 +129,15 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return everybody's tensors reduced by any op of fastps.allreduce(), as a new one; blocks.
+    """Return the tensors of all workers, reduced by any op of fastps.allreduce(); blocks.
 
-    average: the older word for op. The factors multiply before and after; integers are cut to
-    integers.
+    average: the older word for op. The factors multiply before and after; products of integers
+    are truncated.
     """
-    op, label = op_of_words(op, average), _label(name, "allreduce")
+    op, label = op_of_words(op, average), check_optional_name(name, "allreduce")
     memory = _ready(_scaled(tensor, prescale_factor))
-    code = dtype_of(memory.dtype)
-    flight = start_allreduce(memory, None, op, label, process_set, dtype=code, priority=priority)
-    found = flight.wait().reshape(memory.shape)
-    return _scaled(mx.nd.array(found, dtype=found.dtype), postscale_factor)
+    handle = start_allreduce(memory, None, op, label, process_set, priority=priority)
+    return _scaled(_array(handle.wait().reshape(memory.shape)), postscale_factor)
 
 
 def allreduce_(tensor: Any, name: str | None = None, **options: Any) -> Any:
@@ -158,38 +150,30 @@ def grouped_allreduce(
     tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
     """Return allreduce() of each tensor; blocks."""
-    return [allreduce(one, part_name(name, i), **options) for i, one in enumerate(tensors)]
+    return on_each(allreduce, tensors, name, **options)
 
 
 def grouped_allreduce_(
     tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
     """Do allreduce() of each tensor in place, and return them; blocks."""
-    return [allreduce_(one, part_name(name, i), **options) for i, one in enumerate(tensors)]
+    return on_each(allreduce_, tensors, name, **options)
 
 
 def allgather(
     tensor: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return everybody's rows, one after the other along the first dimension; blocks."""
-    memory, label = _ready(tensor), _label(name, "allgather")
-    code = dtype_of(memory.dtype)
-    flight, _ = start_allgather(memory, label, process_set, dtype=code, is_awaited=True)
-    found = flight.wait()
-    return mx.nd.array(found, dtype=found.dtype)
+    """Return the rows of all workers, concatenated along the first dimension; blocks."""
+    label = check_optional_name(name, "allgather")
+    handle, _ = start_allgather(_ready(tensor), label, process_set, is_awaited=True)
+    return _array(handle.wait())
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
     """Return allgather() of each tensor; blocks."""
-    return [
-        allgather(one, part_name(name, place), process_set=process_set)
-        for place, one in enumerate(tensors)
-    ]
+    return on_each(allgather, tensors, name, **options)
 
 
 def alltoall(
@@ -199,19 +183,15 @@ def alltoall(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each member, and return what came from each, in the order of members; blocks.
+    """Send rows to each member, and return the rows from each, in the order of members; blocks.
 
-    splits: how many rows go to each, numbers or an NDArray; then how many rows came from each
-    comes back too. None: the same number for all.
+    splits: the number of rows for each, numbers or an NDArray; the result is then the array and
+    the number of rows from each. None: the same number for all.
     """
-    memory, label = _ready(tensor), _label(name, "alltoall")
-    code = dtype_of(memory.dtype)
+    label = check_optional_name(name, "alltoall")
     sent = splits.asnumpy().tolist() if hasattr(splits, "asnumpy") else splits
-    flight, received = start_alltoall(
-        memory, sent, label, process_set, dtype=code, is_awaited=True
-    )
-    found = flight.wait()
-    rows = mx.nd.array(found, dtype=found.dtype)
+    handle, received = start_alltoall(_ready(tensor), sent, label, process_set, is_awaited=True)
+    rows = _array(handle.wait())
     return rows if splits is None else (rows, received)
 
 
@@ -224,19 +204,18 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return each member's rows of the allreduce(), whose factors these are; blocks."""
-    label = _label(name, "reducescatter")
+    """Return this member's rows of the allreduce(), with its factors; blocks."""
+    label = check_optional_name(name, "reducescatter")
     memory = _ready(_scaled(tensor, prescale_factor))
-    code = dtype_of(memory.dtype)
-    found = start_reducescatter(memory, op, label, process_set, dtype=code).wait()
-    return _scaled(mx.nd.array(found, dtype=found.dtype), postscale_factor)
+    found = start_reducescatter(memory, op, label, process_set).wait()
+    return _scaled(_array(found), postscale_factor)
 
 
 def grouped_reducescatter(
     tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
     """Return reducescatter() of each tensor; blocks."""
-    return [reducescatter(one, part_name(name, i), **options) for i, one in enumerate(tensors)]
+    return on_each(reducescatter, tensors, name, **options)
 
 
 def broadcast_arrays(arrays: Sequence[Any], names: Sequence[str], root_rank: int) -> None:
@@ -244,7 +223,7 @@ def broadcast_arrays(arrays: Sequence[Any], names: Sequence[str], root_rank: int
     copies = [array.asnumpy() for array in arrays]
     broadcast_in_place(copies, names, root_rank)
     for array, copy in zip(arrays, copies, strict=True):
-        _write(array, mx.nd.array(copy, dtype=copy.dtype))
+        _write(array, _array(copy))
 
 
 def broadcast(
@@ -254,11 +233,10 @@ def broadcast(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the root's NDArray, bit by bit, to everybody as a new one; blocks."""
-    label, found = _label(name, "broadcast"), np.array(_ready(tensor))
-    code = dtype_of(found.dtype)
-    start_broadcast(found, root_rank, label, process_set, dtype=code).wait()
-    return mx.nd.array(found, dtype=found.dtype)
+    """Return the root's NDArray on all workers, bit by bit, as a new one; blocks."""
+    label, found = check_optional_name(name, "broadcast"), np.array(_ready(tensor))
+    start_broadcast(found, root_rank, label, process_set).wait()
+    return _array(found)
 
 
 def broadcast_(
@@ -278,13 +256,13 @@ def _write(tensor: Any, found: Any) -> None:
     found.as_nd_ndarray().copyto(tensor.as_nd_ndarray())
 
 
-def _label(name: str | None, operation: str) -> str | None:
-    """Return a name that was given; without one an operation goes by its place in the order."""
-    return None if name is None else check_name(name, operation)
+def _array(found: Array) -> Any:
+    """Return an NDArray with a copy of an array."""
+    return mx.nd.array(found, dtype=found.dtype)
 
 
 def _scaled(tensor: Any, factor: float) -> Any:
-    """Multiply; integers by way of float64, and cut to integers."""
+    """Return a tensor times a factor; integers are multiplied as float64, and truncated."""
     if factor == 1.0:
         return tensor
     if np.dtype(tensor.dtype).kind == "f":
@@ -293,7 +271,7 @@ def _scaled(tensor: Any, factor: float) -> Any:
 
 
 def _ready(tensor: Any) -> Array:
-    """Return an NDArray's memory when what was pushed on it is done."""
+    """Wait for the operations that were pushed on an NDArray, and return its memory."""
     check_array(tensor)
     tensor.wait_to_read()
     return memory_of(tensor)

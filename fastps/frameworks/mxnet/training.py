@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer and Gluon's trainer whose gradients are averages; parameters of one for all."""
+"""The optimizer and Gluon's trainer whose gradients are averages; broadcasts of parameters."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing import Any
 import mxnet as mx
 
 from fastps.contract.compression import Choice
-from fastps.frameworks.array_exchange import ArrayExchange, spec_of
-from fastps.frameworks.gradient_round import BUCKET_BYTES, Average
+from fastps.frameworks.array_exchange import ArrayExchange, Terms, spec_of
+from fastps.frameworks.gradient_round import BUCKET_BYTES
 from fastps.frameworks.mxnet.engine import array_over
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays, push_bucket
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.worker.handle import Array
 
-_PLACED = ("float16", "float32", "float64")  # MXNet takes others' memory for these
+_PLACED = ("float16", "float32", "float64")  # MXNet accepts foreign memory for these
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     """An optimizer that averages each gradient over all workers, in place, before it updates.
 
-    For Module and for programs that call update(); with Gluon take DistributedTrainer.
-    compression: of fastps.push_pull(); gradients are multiplied by the optimizer's rescale_grad
-    before they are compressed then, instead of after. prefix: another one for a second optimizer.
+    For Module and for programs that call update(); with Gluon use DistributedTrainer.
+    compression: of fastps.push_pull(); the optimizer's rescale_grad then multiplies gradients
+    before they are compressed, instead of after. prefix: another one for a second optimizer.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
         prefix: str = "gradient_",
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Wrap an optimizer of MXNet's, which keeps all that it has."""
+        """Wrap an optimizer of MXNet's."""
         self._optimizer = optimizer
         self._prefix = prefix
-        self._terms: dict[str, Any] = {"compression": compression, "process_set": process_set}
+        self._terms = Terms(compression=compression, process_set=process_set)
 
     def __getattr__(self, name: str) -> Any:
-        """Find what else the optimizer has."""
-        if name == "_optimizer":  # not there yet, where it is unpickled
+        """Return another attribute of the optimizer."""
+        if name == "_optimizer":  # while the wrapper is unpickled
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
@@ -67,7 +67,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
             self._optimizer.update_multi_precision(index, weight, grad, state)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change how far the optimizer goes."""
+        """Set the learning rate of the optimizer."""
         self._optimizer.set_learning_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
@@ -80,14 +80,14 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 
     @contextmanager
     def _averaged(self, index: Any, grad: Any) -> Iterator[None]:
-        """Average the gradients, and let the optimizer update with the averages."""
+        """Average the gradients; the optimizer updates with the averages in this context."""
         rescale = self._optimizer.rescale_grad
-        is_scaled = self._terms["compression"] is not None and rescale != 1.0
+        is_scaled = self._terms.compression is not None and rescale != 1.0
         several = isinstance(index, list | tuple)
         for place, one in zip(*((index, grad) if several else ([index], [grad])), strict=True):
             if is_scaled:
                 one *= rescale
-            add_in_place(one, f"{self._prefix}{place}", priority=-place, **self._terms)
+            add_in_place(one, f"{self._prefix}{place}", self._terms, priority=-place)
         if is_scaled:
             self._optimizer.rescale_grad = 1.0
         try:
@@ -99,18 +99,20 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
 class _Placed:
     """The gradients of parameters, in memory that workers share, in buckets."""
 
-    def __init__(self, params: Sequence[Any], names: Sequence[str], **terms: Any) -> None:
+    def __init__(
+        self, params: Sequence[Any], names: Sequence[str], terms: Terms, label: str
+    ) -> None:
         specs = [
             spec_of(name, param.shape, param.dtype)
             for name, param in zip(names, params, strict=True)
         ]
         self._params = params
-        self._exchange = ArrayExchange(specs, **terms)
+        self._exchange = ArrayExchange(specs, terms, label=label)
         self._memory: list[list[Array] | None] = [None for _ in self._exchange.plan]
         self._arrays: list[list[Any]] = [[] for _ in self._exchange.plan]
 
     def push(self, factor: float = 1.0) -> None:
-        """Start the sums of all buckets, of gradients times a factor; front ones are urgent."""
+        """Start the sums of all buckets, of gradients times a factor; front layers go first."""
         if factor != 1.0:
             for param in self._params:
                 param._grad[0] *= factor
@@ -120,7 +122,7 @@ class _Placed:
             push_bucket(self._exchange, number, self._arrays[number], self._memory[number], -first)
 
     def _place(self, number: int) -> None:
-        """Move gradients into the bucket's memory, unless they lie there."""
+        """Move gradients into the bucket's memory, unless they are there already."""
         params = [self._params[i] for i in self._exchange.plan[number]]
         arrays = self._arrays[number]
         if arrays and all(p._grad[0] is a for p, a in zip(params, arrays, strict=True)):
@@ -134,7 +136,7 @@ class _Placed:
 
 
 def _move_gradient(param: Any, place: Any) -> None:
-    """Let a parameter's gradient lie elsewhere from now on, with what it holds."""
+    """Move a parameter's gradient, with its values, to another NDArray."""
     data = param.data()
     place[:] = param._grad[0]
     is_fresh = data._fresh_grad
@@ -146,14 +148,15 @@ def _move_gradient(param: Any, place: Any) -> None:
 class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon.Trainer that averages gradients over all workers; step(batch_size of this worker).
 
-    Everybody gets the parameters of root_rank: here, which blocks, or when they are made. Sums are
-    operations of MXNet's engine: step() returns before they are done, and those of the back layers
-    go while the front ones are computed. compression_params: BytePS's {"compressor": "onebit",
-    "ef": "vanilla", "momentum": "nesterov", ...}, or another compression of fastps.push_pull(); a
-    momentum there takes the place of the optimizer's. With a compression step() divides gradients
-    by the batch size before they are compressed, in place, as BytePS does; allreduce_grads() does
-    not, so update() divides after. prefix: another one for a second trainer. Gradients are moved
-    into memory that workers share; TypeError for sparse ones, or on several devices.
+    All workers get the parameters of root_rank: here, which blocks, or when they are made. Sums
+    are operations of MXNet's engine: step() returns before they are done, and sums of the back
+    layers overlap with the gradients of the front layers. compression_params: BytePS's
+    {"compressor": "onebit", "ef": "vanilla", "momentum": "nesterov", ...}, or another compression
+    of fastps.push_pull(); a momentum there replaces the optimizer's. With a compression, step()
+    divides gradients by the batch size, in place, before they are compressed, as BytePS does.
+    allreduce_grads() does not, so update() divides afterwards. prefix: another one for a second
+    trainer. Gradients move into memory that workers share; TypeError for sparse ones, or on
+    several devices.
     """
 
     def __init__(
@@ -170,15 +173,14 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             optimizer = optimizer._optimizer
-        given = dict(optimizer_params or {})
-        compression = _with_momentum(compression_params, given)
-        super().__init__(params, optimizer, given or None, kvstore=None)
+        own_params = dict(optimizer_params or {})
+        compression = _with_momentum(compression_params, own_params)
+        super().__init__(params, optimizer, own_params or None, kvstore=None)
         self._prefix = prefix
-        self._terms: dict[str, Any] = {
-            "op": Average, "compression": compression, "bucket_bytes": bucket_bytes,
-            "process_set": process_set,
-        }  # fmt: skip
-        self._scale: float  # of MXNet's: the rescale_grad that the optimizer came with
+        self._terms = Terms(
+            compression=compression, bucket_bytes=bucket_bytes, process_set=process_set
+        )
+        self._scale: float  # of gluon.Trainer: the rescale_grad that the optimizer came with
         self._placed: _Placed | None = None
         self._factor = 1.0  # of gradients, before they are compressed
         mine = {str(place): param for place, param in enumerate(self._params)}
@@ -186,7 +188,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """Average gradients and update parameters; batch_size: of this worker."""
-        if self._terms["compression"] is None:
+        if self._terms.compression is None:
             super().step(batch_size, ignore_stale_grad)
             return
         scale = self._scale
@@ -203,19 +205,16 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         self._placed.push(self._factor)
 
     def _begin(self) -> _Placed:
-        for param in self._params:
-            _check(param)
         places = [i for i, param in enumerate(self._params) if param.grad_req != "null"]
-        return _Placed(
-            [self._params[i] for i in places], [f"{self._prefix}.{i}" for i in places],
-            label=self._prefix, **self._terms,
-        )  # fmt: skip
+        params = [self._params[i] for i in places]
+        for param in params:
+            _check_gradient(param)
+        names = [f"{self._prefix}.{i}" for i in places]
+        return _Placed(params, names, self._terms, self._prefix)
 
 
-def _check(param: Any) -> None:
-    """Raise TypeError for a parameter whose gradient cannot be added."""
-    if param.grad_req == "null":
-        return
+def _check_gradient(param: Any) -> None:
+    """Raise TypeError for a parameter whose gradient is sparse, or on several devices."""
     if param._grad_stype != "default":
         raise TypeError(
             f"the gradient of {param.name!r} is {param._grad_stype}: make the layer without "
@@ -231,20 +230,22 @@ def _with_momentum(compression: Choice, optimizer_params: dict[str, Any]) -> Cho
     """Move an optimizer's momentum to a compression that has one, as BytePS does."""
     if not isinstance(compression, Mapping) or not compression.get("momentum"):
         return compression
-    found = dict(compression)
-    if "momentum" in optimizer_params:
-        found["mu"] = optimizer_params.pop("momentum")
-    return found
+    if "momentum" not in optimizer_params:
+        return compression
+    return {**compression, "mu": optimizer_params.pop("momentum")}
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str = "Parameter.") -> None:
     """Overwrite parameters on all workers with those of the root, in one submit; blocks.
 
-    params: a dict of NDArrays or of Gluon's Parameters, or a ParameterDict. Parameters whose
-    shape is not known yet are overwritten when they are made, by all workers in the same order.
+    params: a dict of NDArrays or of Gluon's Parameters, or a ParameterDict. Parameters whose shape
+    is not known yet are overwritten when they are made, by all workers in the same order.
     """
     if not isinstance(params, Mapping | mx.gluon.ParameterDict):
-        raise TypeError(f"params is a dict of arrays or parameters, not {type(params).__name__}")
+        raise TypeError(
+            f"params must be a dict of arrays or parameters, not {type(params).__name__}: for "
+            "example net.collect_params()"
+        )
     arrays, names = [], []
     for name, param in sorted(params.items()):
         if isinstance(param, mx.gluon.Parameter) and param._data is None:
@@ -257,12 +258,12 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str = "Paramet
 
 
 def _broadcast_when_made(param: Any, name: str, root_rank: int) -> None:
-    """Let a parameter get the root's values when it gets its shape."""
+    """Overwrite a parameter with the root's values when it gets its shape."""
     make = param._init_impl
 
     def made(self: Any, *args: Any, **options: Any) -> None:
         make(*args, **options)
-        vars(self).pop("_init_impl", None)  # once: it may be made anew
+        vars(self).pop("_init_impl", None)  # once: it may be made again
         broadcast_arrays([self.data()], [name], root_rank)
 
     param._init_impl = MethodType(made, param)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZenoPS for Gluon: workers step by themselves, and validators judge what that has changed.
+"""ZenoPS for Gluon: workers step by themselves, and validators judge their updates.
 
 Servers hold the parameters; fastps.HeldParameters and fastps.Validator do the rest. Parameters are
-named by their places: Gluon's own names count what a process has made.
+named by their places, for Gluon's own names depend on the other layers of a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import mxnet as mx
@@ -19,7 +19,7 @@ from fastps.worker.handle import Array
 
 
 class _Steps(ValidatedSteps):
-    """Exchanges what the steps of Gluon's parameters change."""
+    """Exchanges the updates of Gluon's parameters."""
 
     def _read(self, own: Any) -> Array:
         return _read(own)
@@ -34,9 +34,9 @@ class _Steps(ValidatedSteps):
 class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
     """A gluon.Trainer of a worker, whose steps count as far as its validator accepts them.
 
-    Takes servers' parameters over at once, which blocks until all workers and validators do: all
-    shapes must be known (ValueError). After every local_steps steps what they have changed goes to
-    the validator, and the parameters are what servers hold then. optimizer, optimizer_params: of
+    Takes over the servers' parameters at once, and blocks until all workers and validators do. All
+    shapes must be known (ValueError). After every local_steps steps the update goes to the
+    validator, and the parameters become those of the servers. optimizer, optimizer_params: of
     gluon.Trainer. options: of fastps.ValidatedSteps, participation and sparsity among them.
     """
 
@@ -50,13 +50,12 @@ class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if isinstance(local_steps, bool) or local_steps < 1:
-            raise ValueError(f"local_steps must be an integer from 1, not {local_steps!r}")
+            raise ValueError(f"local_steps must be an integer >= 1, got {local_steps!r}")
         super().__init__(params, optimizer, optimizer_params, kvstore=None)
-        mine = _named(_trained(self._params))
-        self._steps = _Steps(mine, sync_every=local_steps, **options)
+        self._steps = _Steps(_trained(self._params), sync_every=local_steps, **options)
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """Step by itself; after the last of local_steps wait for what validators make of it."""
+        """Step; after the last of local_steps wait for the validator's verdict."""
         super().step(batch_size, ignore_stale_grad)
         self._steps.advance()
 
@@ -64,31 +63,29 @@ class ValidatedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
 def validator_of(
     params: Any, rule: Any, steps: Callable[[], Any] | None = None, **options: Any
 ) -> fastps.Validator:
-    """Make the fastps.Validator of what ValidatedTrainers of the same net push; blocks.
+    """Return the fastps.Validator of the updates that ValidatedTrainers of the same net push.
 
-    params: net.collect_params(), whose values servers hold at first. rule, options: of
-    fastps.Validator. steps: f() trains the net on data of our own, from values that are in it.
+    Blocks. params: net.collect_params(), the first values of the servers. rule, options: of
+    fastps.Validator. steps: f() trains the net on the validator's own data, from its current
+    values.
     """
-    mine = _named(_trained(list(params.values())))
+    mine = _trained(params.values())
     train = training(list(mine.values()), steps, read=_read, write=_write)
     begin = {name: _read(own) for name, own in mine.items()}
     return fastps.Validator(begin, rule, train, **options)
 
 
-def _trained(params: Sequence[Any]) -> list[Any]:
+def _trained(params: Iterable[Any]) -> dict[str, Any]:
+    """Return the parameters that are trained, by place; ValueError if a shape is not known."""
     mine = [param for param in params if param.grad_req != "null"]
     unknown = [param.name for param in mine if param._data is None]
     if unknown:
-        raise ValueError(f"call the net once before: the shape of {unknown[0]!r} is not known yet")
-    return mine
-
-
-def _named(params: Sequence[Any]) -> dict[str, Any]:
-    return {str(place): param for place, param in enumerate(params)}
+        raise ValueError(f"the shape of {unknown[0]!r} is not known yet: call the net once before")
+    return {str(place): param for place, param in enumerate(mine)}
 
 
 def _read(own: Any) -> Array:
-    """Copy a parameter; halves become float32, so that small changes of them add up."""
+    """Return a copy of a parameter, of float16 as float32, so that small changes add up."""
     value: Array = own.data().asnumpy()
     return value.astype(np.float32) if value.dtype == np.float16 else value
 

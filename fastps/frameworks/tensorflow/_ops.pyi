@@ -33,7 +33,7 @@ class Slot:
 
 def register(
     addresses: Sequence[int],
-    run: Callable[[int, Tensors, Outputs], None],
-    describe: Callable[[int], tuple[bool, Sequence[tuple[int, Sequence[int] | None, bool]]]],
+    functions: list[Callable[[Tensors, Outputs], None]],
+    results: dict[int, tuple[bool, list[tuple[int, tuple[int, ...] | None, bool]]]],
     defer: Callable[[Callable[[], object]], object],
 ) -> None: ...

@@ -114,8 +114,8 @@ cdef struct Kernel:
     Output *outputs
 
 cdef TensorflowApi api
-cdef object _run = None  # f(number, inputs, outputs)
-cdef object _describe = None  # f(number) -> may_wait, [(type, shape, is_slot) of each output]
+cdef list _functions = None  # by number, f(inputs, outputs)
+cdef dict _results = None  # by number, (may_wait, [(type, shape, is_slot) of each output])
 cdef object _defer = None  # f(call) runs call() in another thread
 # TF_DataType as NumPy types; bfloat16 as the 16 bits that it is.
 _DTYPES = {
@@ -126,22 +126,23 @@ _DTYPES = {
 }
 
 
-def register(addresses, run, describe, defer):
+def register(addresses, list functions, dict results, defer):
     """Register the operation with TensorFlow; once for each process.
 
-    addresses: of FUNCTIONS. run: f(number, inputs, outputs), called in threads of TensorFlow, and
-    of defer. describe: f(number) returns whether run may wait for other workers, and for each
-    output (TensorFlow's type, shape or None where run decides it, whether run sets a slot for it).
-    defer: f(call) runs call() in another thread at once. RuntimeError where TensorFlow refuses it.
+    addresses: of FUNCTIONS. functions: by number, f(inputs, outputs), called in threads of
+    TensorFlow, and of defer. results: by number, whether f may wait for other workers, and for
+    each output (TensorFlow's type, shape or None where f decides it, whether f sets a slot for
+    it). Both may grow. defer: f(call) runs call() in another thread at once. RuntimeError where
+    TensorFlow refuses the operation.
     """
-    global _run, _describe, _defer
+    global _functions, _results, _defer
     cdef Pointer *table = <Pointer *>&api
     cdef Py_ssize_t place
     if len(addresses) * sizeof(Pointer) != sizeof(api):
         raise ValueError(f"expected {len(FUNCTIONS)} addresses, got {len(addresses)}")
     for place in range(len(addresses)):
         table[place] = <void *><uintptr_t>addresses[place]
-    _run, _describe, _defer = run, describe, defer
+    _functions, _results, _defer = functions, results, defer
     cdef void *status = api.new_status()
     cdef void *built = api.new_definition(b"FastpsCall")
     for attribute in (b"number: int", b"Tin: list(type) >= 0", b"Tout: list(type) >= 0"):
@@ -323,13 +324,13 @@ cdef void *create(void *construction) noexcept nogil:
 
 
 cdef Kernel *described(int64_t number, void *status) noexcept with gil:
-    """Return the kernel of a number, whose outputs Python describes."""
+    """Return the kernel of a number, whose outputs results[number] describes."""
     cdef Kernel *kernel = <Kernel *>calloc(1, sizeof(Kernel))
     cdef Output *output
     try:
         if kernel == NULL:
             raise MemoryError("cannot allocate the kernel of a node")
-        may_wait, listed = _describe(number)
+        may_wait, listed = _results[number]
         if max([len(shape or ()) for _, shape, _ in listed], default=0) > RANK:
             raise ValueError(f"outputs have at most {RANK} dimensions, reshape the tensor")
         kernel.number, kernel.may_wait = number, may_wait
@@ -407,7 +408,7 @@ cdef bint run_python(Kernel *kernel, void *context, void *status) noexcept with 
     cdef Outputs outputs
     try:
         outputs = outputs_of(kernel, context, status)
-        _run(kernel.number, inputs_of(context, status), outputs)
+        _functions[kernel.number](inputs_of(context, status), outputs)
         outputs.hand_over(context, status)
     except BaseException as error:
         set_error(status, error)

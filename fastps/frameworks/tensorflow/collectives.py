@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Horovod's operations on TensorFlow's tensors, eager and within tf.function.
 
-Names are optional. Without one an eager operation meets what other workers call in the same place
-of their order; in a graph, whose operations run in any order, it is named by its place there.
+Names are optional. Eager operations without a name meet in the order of calls. In a graph, whose
+operations run in any order, an operation without a name is named by its place in the graph.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import tensorflow as tf
 import fastps
 from fastps.contract.codec import PLAIN
 from fastps.contract.compression import Choice
-from fastps.frameworks.array_exchange import wire_view
+from fastps.frameworks.array_exchange import Terms
 from fastps.frameworks.gradient_round import (
     Average,
     Sum,
     check_name,
     check_op,
     of_gradient,
+    on_each,
     op_of_words,
     part_name,
 )
-from fastps.frameworks.tensorflow.calls import call, tensor_of
-from fastps.frameworks.tensorflow.sums import add_along, add_slices, as_it_is, push_pull
+from fastps.frameworks.tensorflow.calls import call, dtype_code, tensor_of
+from fastps.frameworks.tensorflow.sums import add_along, add_slices, as_it_is
 from fastps.ops.start import (
     start_allgather,
     start_allreduce,
@@ -37,7 +38,7 @@ from fastps.ops.start import (
     start_reducescatter,
 )
 from fastps.session.process_sets import ProcessSet, global_process_set
-from fastps.types import Op, dtype_of
+from fastps.types import Op
 from fastps.worker.handle import Array
 
 
@@ -53,18 +54,18 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the average, or another op of fastps.allreduce(), of everybody's tensor; blocks.
+    """Return the average, or another op of fastps.allreduce(), of all workers' tensors; blocks.
 
-    average: the older word for op. Sums and averages take tf.IndexedSlices too, and have
-    gradients. compression: of fastps.push_pull(), for these of a name and a known shape
-    (ValueError). The factors multiply before and after; integers are cut to integers.
+    average: the older word for op. Sums and averages accept tf.IndexedSlices too, and have
+    gradients. compression: of fastps.push_pull(), for sums and averages with a name and a known
+    shape (ValueError). The factors multiply before and after; products of integers are truncated.
     """
     op, label = op_of_words(op, average), _label(name, "allreduce")
     if isinstance(tensor, tf.IndexedSlices):
         rows = tf.IndexedSlices(
             _scaled(tensor.values, prescale_factor), tensor.indices, tensor.dense_shape
         )
-        found = add_slices(rows, label, check_op(op), process_set)
+        found = add_slices(rows, label, Terms(check_op(op), process_set=process_set))
         values = _scaled(found.values, postscale_factor)
         return tf.IndexedSlices(values, found.indices, found.dense_shape)
     value = _scaled(tensor_of(tensor), prescale_factor)
@@ -74,16 +75,14 @@ def allreduce(
 def _allreduced(
     value: Any, label: str | None, op: Op, compression: Choice, process_set: ProcessSet
 ) -> Any:
-    """Reduce a tensor, by push_pull() where that is the same."""
+    """Reduce a tensor, as push_pull() does if it can."""
     is_sum = op in (Average, Sum)
     if is_sum and label is not None and value.shape.is_fully_defined():
-        return push_pull(
-            value, label, average=op is Average, compression=compression, process_set=process_set
-        )
+        return add_along([value], [label], Terms(op, compression, process_set=process_set))[0]
     if compression not in (None, PLAIN):
         raise ValueError(
-            "compression is for sums and averages that have a name and a shape that is known: "
-            "allreduce(tensor, name='loss', compression=...)"
+            "compression needs a sum or an average that has a name and a shape that is known; got "
+            f"{op}, name {label!r} and shape {value.shape}"
         )
     if not is_sum:
         return _reduced(value, label, op, process_set)
@@ -94,7 +93,7 @@ def _allreduced(
 
         return _reduced(one, label, op, process_set), back
 
-    return _differentiable(run, value)
+    return tf.custom_gradient(run)(value)
 
 
 @as_it_is
@@ -118,28 +117,26 @@ def grouped_allreduce(
     if tensors and is_dense and op in (Average, Sum) and label is not None:
         values = [_scaled(one, prescale_factor) for one in tensors]
         names = [f"{label}.{place}" for place in range(len(values))]
-        how: dict[str, Any] = {"compression": compression, "process_set": process_set}
-        found = add_along(values, names, op=op, **how)
+        found = add_along(values, names, Terms(op, compression, process_set=process_set))
         return [_scaled(one, postscale_factor) for one in found]
-    return [
-        allreduce(
-            one, part_name(label, place), op=op, compression=compression,
-            prescale_factor=prescale_factor, postscale_factor=postscale_factor,
-            process_set=process_set,
-        )
-        for place, one in enumerate(tensors)
-    ]  # fmt: skip
+    return on_each(
+        allreduce, tensors, label, op=op, compression=compression,
+        prescale_factor=prescale_factor, postscale_factor=postscale_factor,
+        process_set=process_set,
+    )  # fmt: skip
 
 
 def _reduced(tensor: Any, label: str | None, op: Op, process_set: ProcessSet) -> Any:
-    """Reduce a tensor whose shape may be known only when it is there."""
+    """Reduce a tensor, whose shape the graph may not know."""
+    value = tensor_of(tensor)
+    code = dtype_code(value)
 
     def run(array: Array) -> Array:
-        code = dtype_of(array.dtype)
-        flight = start_allreduce(_wire(array), None, op, label, process_set, dtype=code)
-        return _like(flight.wait().reshape(array.shape), array)
+        handle = start_allreduce(array, None, op, label, process_set, dtype=code)
+        found: Array = handle.wait().reshape(array.shape)
+        return found
 
-    return _once(("reduced", label, op, process_set), run, tensor)
+    return _once(("reduced", label, op, process_set), run, value)
 
 
 @as_it_is
@@ -154,21 +151,22 @@ def broadcast(
 
     Its gradient is the average of gradients at the root, and zero elsewhere.
     """
-    label = _label(name, "broadcast")
+    label, value = _label(name, "broadcast"), tensor_of(tensor)
+    code = dtype_code(value)
 
     def run(array: Array) -> Array:
-        copy = np.array(_wire(array))
-        start_broadcast(copy, root_rank, label, process_set, dtype=dtype_of(array.dtype)).wait()
-        return _like(copy, array)
+        copy = np.array(array)
+        start_broadcast(copy, root_rank, label, process_set, dtype=code).wait()
+        return copy
 
     def back(gradient: Any) -> Any:
         whole = _reduced(gradient, _of_gradient(label), Average, process_set)
         is_root = process_set.rank() == process_set.member(root_rank, "root_rank")
-        with tf.control_dependencies([whole]):  # a session would leave the others alone with it
+        with tf.control_dependencies([whole]):  # or a session would not run it on all workers
             return whole if is_root else tf.zeros_like(whole)
 
     key = ("broadcast", label, root_rank, process_set)
-    return _differentiable(lambda one: (_once(key, run, one), back), tensor)
+    return tf.custom_gradient(lambda one: (_once(key, run, one), back))(value)
 
 
 @as_it_is
@@ -199,15 +197,13 @@ def allgather(
 
     Its gradient is this member's part of the averaged gradients.
     """
-    label = _label(name, "allgather")
+    label, value = _label(name, "allgather"), tensor_of(tensor)
+    code = dtype_code(value)
 
     def run(array: Array) -> list[Array]:
-        code = dtype_of(array.dtype)
-        flight, counts = start_allgather(
-            _wire(array), label, process_set, dtype=code, is_awaited=True
-        )
+        handle, counts = start_allgather(array, label, process_set, dtype=code, is_awaited=True)
         first = sum(counts[: process_set.rank()])
-        return [_like(flight.wait(), array), np.array(first, np.int64)]
+        return [handle.wait(), np.array(first, np.int64)]
 
     def gather(one: Any) -> Any:
         kinds, shapes = [one.dtype, tf.int64], [[None, *one.shape[1:]], []]
@@ -220,22 +216,15 @@ def allgather(
 
         return found, back
 
-    return _differentiable(gather, tensor)
+    return tf.custom_gradient(gather)(value)
 
 
 @as_it_is
 def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
-    """Return allgather() of each tensor."""
-    label = _label(name, "grouped_allgather")
-    return [
-        allgather(one, part_name(label, place), process_set=process_set)
-        for place, one in enumerate(tensors)
-    ]
+    """Return allgather() of each tensor; options: its own."""
+    return on_each(allgather, tensors, _label(name, "grouped_allgather"), **options)
 
 
 @as_it_is
@@ -248,46 +237,33 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return this member's rows of the allreduce(); blocks. The factors are allreduce()'s.
+    """Return this member's rows of the allreduce(), with its factors; blocks.
 
-    Its gradient is everybody's, gathered: times the number of members where op is a sum.
+    Its gradient is the allgather() of all gradients, times the number of members if op is a sum.
     """
     label = _label(name, "reducescatter")
     value = _scaled(tensor_of(tensor), prescale_factor)
+    code = dtype_code(value)
 
     def run(array: Array) -> Array:
-        code = dtype_of(array.dtype)
-        flight = start_reducescatter(_wire(array), op, label, process_set, dtype=code)
-        return _like(flight.wait(), array)
+        found: Array = start_reducescatter(array, op, label, process_set, dtype=code).wait()
+        return found
 
     def back(gradient: Any) -> Any:
         whole = allgather(gradient, _of_gradient(label), process_set=process_set)
         return whole * process_set.size() if op is Sum else whole
 
     key = ("reducescatter", label, op, process_set)
-    found = _differentiable(lambda one: (_once(key, run, one, rows=True), back), value)
+    found = tf.custom_gradient(lambda one: (_once(key, run, one, rows=True), back))(value)
     return _scaled(found, postscale_factor)
 
 
 @as_it_is
 def grouped_reducescatter(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    *,
-    op: Op = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
-    """Return reducescatter() of each tensor."""
-    label = _label(name, "grouped_reducescatter")
-    return [
-        reducescatter(
-            one, part_name(label, place), op=op, prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor, process_set=process_set,
-        )
-        for place, one in enumerate(tensors)
-    ]  # fmt: skip
+    """Return reducescatter() of each tensor; options: its own."""
+    return on_each(reducescatter, tensors, _label(name, "grouped_reducescatter"), **options)
 
 
 @as_it_is
@@ -298,20 +274,20 @@ def alltoall(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each member, and give what came from each, in the order of members.
+    """Send rows to each member, and return the rows from each, in the order of members.
 
-    splits: how many rows go to each; then the tensor and how many rows came from each come back.
-    None: the same number for all. Its gradient goes the way back.
+    splits: the number of rows for each; the result is then the tensor and the number of rows from
+    each. None: the same number for all. Its gradient sends rows back to where they came from.
     """
-    label = _label(name, "alltoall")
+    label, value = _label(name, "alltoall"), tensor_of(tensor)
+    code = dtype_code(value)
 
     def run(array: Array, *sent: Array) -> list[Array]:
-        code = dtype_of(array.dtype)
         parts = sent[0].tolist() if sent else None
-        flight, received = start_alltoall(
-            _wire(array), parts, label, process_set, dtype=code, is_awaited=True
+        handle, received = start_alltoall(
+            array, parts, label, process_set, dtype=code, is_awaited=True
         )
-        return [_like(flight.wait(), array), np.array(received, np.int64)]
+        return [handle.wait(), np.array(received, np.int64)]
 
     sent = [] if splits is None else [tf.convert_to_tensor(splits)]
 
@@ -321,12 +297,12 @@ def alltoall(
         found, received = call(key, run, [one, *sent], kinds, shapes)
 
         def back(gradient: Any, *_: Any) -> Any:
-            how: Any = {"name": _of_gradient(label), "process_set": process_set}
-            return alltoall(gradient, received, **how)[0]
+            name = _of_gradient(label)
+            return alltoall(gradient, received, name, process_set=process_set)[0]
 
         return (found, received), back
 
-    found, received = _differentiable(exchange, tensor)
+    found, received = tf.custom_gradient(exchange)(value)
     return found if splits is None else (found, received)
 
 
@@ -344,11 +320,11 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, name: str = "object", *, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """Return f(obj), which is broadcast_object() with these words."""
+    """Return broadcast_object() as a function of the object."""
     return partial(broadcast_object, root_rank=root_rank, name=name, process_set=process_set)
 
 
-# ---- numbers of the job, as graphs ask for them when they run ----
+# ---- numbers of the job, which a graph reads when it runs ----
 
 
 def rank_op(name: str | None = None) -> Any:
@@ -384,7 +360,7 @@ def _number(key: Hashable, ask: Callable[[], int], name: str | None) -> Any:
 
 
 def _label(name: str | None, operation: str) -> str | None:
-    """Return the name of an operation: what was given, or that of its place in a graph."""
+    """Return the name of an operation: the given one, or that of its place in a graph."""
     if name is not None:
         return check_name(name, operation)
     if tf.executing_eagerly():
@@ -397,7 +373,7 @@ def _of_gradient(label: str | None) -> str | None:
 
 
 def _scaled(value: Any, factor: float) -> Any:
-    """Multiply; integers by way of float64, and cut to integers."""
+    """Return a value times a factor; integers are multiplied as float64, and truncated."""
     if factor == 1.0:
         return value
     if value.dtype.is_floating:
@@ -405,22 +381,7 @@ def _scaled(value: Any, factor: float) -> Any:
     return tf.cast(tf.cast(value, tf.float64) * factor, value.dtype)
 
 
-def _differentiable(run: Any, tensor: Any) -> Any:
-    """Call run(tensor), which gives a result and what its gradient goes through."""
-    return tf.custom_gradient(run)(tensor_of(tensor))
-
-
-def _once(key: Hashable, run: Any, tensor: Any, *, rows: bool = False) -> Any:
-    """Call a function of one tensor that gives one like it, or of other rows."""
-    value = tensor_of(tensor)
+def _once(key: Hashable, run: Any, value: Any, *, rows: bool = False) -> Any:
+    """Call a function of one tensor that returns one like it, or one of other rows."""
     shape = [None, *value.shape[1:]] if rows else value.shape
     return call(key, run, [value], [value.dtype], [shape])[0]
-
-
-def _wire(array: Array) -> Array:
-    return wire_view(np.asarray(array, order="C"))  # which keeps a scalar one
-
-
-def _like(found: Array, array: Array) -> Array:
-    """Return a result as the kind of array that it was made of."""
-    return found if found.dtype == array.dtype else found.view(array.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient tape whose gradients are averages, and variables of one worker for all."""
+"""The gradient tape whose gradients are averages, and broadcasts of variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from fastps.contract.compression import Choice
-from fastps.frameworks.array_exchange import broadcast_in_place
+from fastps.frameworks.array_exchange import Terms, broadcast_in_place
 from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, check_op
 from fastps.frameworks.tensorflow.sums import add_all, add_slices, as_it_is
 from fastps.session.process_sets import ProcessSet, global_process_set
@@ -28,10 +28,19 @@ def exchange_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Average or sum gradients over all workers, named by their places; None stays None.
+    """Return averages or sums of gradients over all workers, named by their places.
 
-    All workers have the same list: the same places are None, sparse and dense.
+    None stays None. The same places must be None, sparse and dense on all workers.
     """
+    terms = Terms(check_op(op), compression, bucket_bytes, process_set)
+    return add_gradients(gradients, prefix, terms, sparse_as_dense=sparse_as_dense)
+
+
+@as_it_is
+def add_gradients(
+    gradients: Sequence[Any], prefix: str, terms: Terms, *, sparse_as_dense: bool
+) -> list[Any]:
+    """Do exchange_gradients()."""
     found = list(gradients)
     sparse = [i for i, one in enumerate(found) if isinstance(one, tf.IndexedSlices)]
     if sparse_as_dense:
@@ -40,15 +49,14 @@ def exchange_gradients(
         sparse = []
     dense = [i for i, one in enumerate(found) if one is not None and i not in sparse]
     added = add_all(
-        [found[i] for i in dense], [f"{prefix}.{i}" for i in dense], label=prefix, op=op,
-        compression=compression, bucket_bytes=bucket_bytes, process_set=process_set,
-    )  # fmt: skip
+        [found[i] for i in dense], [f"{prefix}.{i}" for i in dense], terms, label=prefix
+    )
     for place, one in zip(dense, added, strict=True):
         found[place] = one
-    last = added[-1:]  # in a session nothing else says what comes first
+    last = added[-1:]  # the order of operations in a graph of tf.compat.v1
     for place in sparse:
         with tf.control_dependencies(last):
-            one = add_slices(found[place], f"{prefix}.{place}", check_op(op), process_set)
+            one = add_slices(found[place], f"{prefix}.{place}", terms)
         found[place], last = one, [one.values]
     return found
 
@@ -56,9 +64,10 @@ def exchange_gradients(
 class DistributedGradientTape:
     """A tf.GradientTape whose gradient() gives averages (or sums) over all workers.
 
-    tape: what records; everything else than gradient() is its own. op, compression, prefix,
-    sparse_as_dense, bucket_bytes, process_set: of exchange_gradients(). A second tape of one step
-    wants another prefix. Within a tf.function the sums begin as gradients come, back ones first.
+    tape: the tf.GradientTape, whose other attributes this object has too. op, compression,
+    prefix, sparse_as_dense, bucket_bytes, process_set: of exchange_gradients(). A second tape of
+    one step needs another prefix. Within a tf.function the sums start as gradients become ready,
+    those of the back layers first.
     """
 
     def __init__(self, tape: Any, **options: Any) -> None:
@@ -79,7 +88,7 @@ class DistributedGradientTape:
         self._tape.__exit__(*reason)
 
     def __getattr__(self, name: str) -> Any:
-        """Find what else a tape has."""
+        """Return another attribute of the tape."""
         return getattr(self._tape, name)
 
     @as_it_is
@@ -102,11 +111,10 @@ class DistributedGradientTape:
 
 
 class PartialDistributedGradientTape(DistributedGradientTape):
-    """A DistributedGradientTape that leaves the gradients of some layers or variables alone.
+    """A DistributedGradientTape that does not exchange the gradients of some layers or variables.
 
-    local_layers: a layer of Keras, or several. scale_local_gradients: divide these gradients by
-    the number of workers, as Horovod does, so that steps are those of an average. options: of
-    DistributedGradientTape.
+    local_layers: a layer of Keras, or several. scale_local_gradients: divide their gradients by
+    the number of workers, as Horovod does. options: of DistributedGradientTape.
     """
 
     def __init__(
@@ -127,7 +135,7 @@ class PartialDistributedGradientTape(DistributedGradientTape):
                 self.register_local_source(variable)
 
     def register_local_source(self, source: Any) -> None:
-        """Leave the gradient of a variable alone."""
+        """Exclude the gradient of a variable from the exchange."""
         self._local.add(id(source))
 
 
@@ -139,9 +147,14 @@ def broadcast_variables(
     variables: tf.Variable or Keras's, in the same order everywhere. Blocks; not in tf.function.
     """
     if not tf.executing_eagerly():
-        raise RuntimeError("broadcast_variables() is called outside of tf.function")
+        raise RuntimeError(
+            "broadcast_variables() cannot run within tf.function: call it before, or use "
+            "broadcast_()"
+        )
     if hasattr(variables, "assign"):
-        raise TypeError("broadcast_variables() takes a list of variables, not one")
+        raise TypeError(
+            "broadcast_variables() takes a list of variables, got one: put it into a list"
+        )
     listed = list(variables)
     arrays = [np.array(one.numpy()) for one in listed]
     names = [f"{prefix}.{place}" for place in range(len(listed))]
