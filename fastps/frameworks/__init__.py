@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plugins: other people's frameworks on top of the operations of fastps.
+"""Plugins: the operations of fastps on the tensors of other frameworks.
 
 Decides how a framework's tensors become arrays, when gradients leave and when a step waits for
 them. Must never know sockets, frames or keys: operations start in ops/ and session/. Threads:
 those of the framework.
 Read gradient_round.py (one round of gradients), array_exchange.py (lists of arrays in buckets),
-elastic.py (training that goes on after a restart), then the folder of a framework.
+elastic.py (training that continues after a restart), then the folder of a framework.
 """

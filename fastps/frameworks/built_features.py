@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts for Horovod ask about the way it was built; here nothing is built in."""
+"""Horovod's functions about its build; fastps uses none of these libraries."""
 
 
 def ccl_built() -> bool:
@@ -38,7 +38,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return whether MPI, which is not used, could be called from several threads: no."""
+    """Return whether MPI may be called from several threads: no."""
     return False
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits on disk: each tensor and the whole file have a digest, and the commit before is kept.
+"""Commits on disk: each tensor and the whole file have a digest, and the previous commit is kept.
 
-A file is the bytes of all tensors, then the head (plain values, and of each tensor what describes
-it, and its digest), then the end: magic, length and digest of the head. So a file that was cut
-off or in which a bit has changed is noticed before anything of it is used.
+A file has three parts: the bytes of all tensors; the head, with plain values, and description and
+digest of each tensor; the end, with magic, length and digest of the head. So a file that is
+truncated or has a changed bit is detected before any of its values is used.
 
-Order of a write: the new file under another name, and fsync; the last commit becomes the one
-before; the new one becomes the last; fsync of the folder. Whenever the machine stops, one commit
-at least is whole. Knows nothing of jobs, ranks and frameworks; one process at a time writes in a
-folder.
+A write has four steps: the new file under another name, with fsync; the last commit is renamed to
+the previous one; the new file is renamed to the last one; fsync of the folder. Whenever the
+machine stops, at least one commit is complete. Knows nothing of jobs, ranks and frameworks; one
+process at a time writes in a folder.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"fastps commit 2\n"
 _END = struct.Struct("<16sQ32s")  # magic, bytes of the head, digest of the head
 _T = TypeVar("_T")
-Room: TypeAlias = Callable[[Any], tuple[_T, memoryview]]  # a tensor by its description; its bytes
+Room: TypeAlias = Callable[[Any], tuple[_T, memoryview]]  # f(description): a tensor, its bytes
 
 
 def exists(path: Path) -> bool:
-    """Return whether there is a commit, or one before it."""
+    """Return whether there is a commit, the last or the previous one."""
     return path.exists() or _before(path).exists()
 
 
 def write(path: Path, plain: Any, described: Sequence[Any], tensors: Iterable[memoryview]) -> None:
-    """Make values the last commit, and what was that the one before.
+    """Write values as the last commit; the last one becomes the previous one.
 
-    plain: what encode_object() takes, else TypeError. described: of each tensor, plain, too.
-    tensors: the bytes of each. FastPSError where it cannot be written.
+    plain: values for encode_object(), else TypeError. described: a plain description of each
+    tensor. tensors: the bytes of each. FastPSError if the files cannot be written.
     """
-    encode_object(plain)  # before anything is written
+    encode_object(plain)  # raises TypeError before a file is written
     fresh = path.with_suffix(".new")
     try:
         with fresh.open("wb") as file:
@@ -58,16 +58,15 @@ def write(path: Path, plain: Any, described: Sequence[Any], tensors: Iterable[me
     except OSError as error:
         raise FastPSError(
             f"a commit could not be written to {path}, where the one before it still is: {error}; "
-            "make room there, or give another directory as FASTPS_COMMIT_DIR"
+            "free disk space there, or set FASTPS_COMMIT_DIR to another directory"
         ) from error
 
 
 def read(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
-    """Return the plain values and the tensors of the last commit, or ConfigError.
+    """Return the plain values and the tensors of the last commit.
 
-    If it is damaged, those of the one before, with a warning.
-
-    A damaged file is put aside under another name, lest it take the place of the one before.
+    If it is damaged, return those of the previous one, with a warning, and rename the damaged
+    file, so that it never replaces the previous one. ConfigError if both are damaged or missing.
     """
     before = _before(path)
     try:
@@ -82,7 +81,7 @@ def read(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
         except (OSError, ValueError) as other:
             raise _nothing_whole(before, other) from error
         _log.warning(
-            "the last commit %s is damaged (%s): training goes on from the one before it, %s",
+            "the last commit %s is damaged (%s): training continues from the previous one, %s",
             path, error, before,
         )  # fmt: skip
         return saved
@@ -94,8 +93,8 @@ def _before(path: Path) -> Path:
 
 def _nothing_whole(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{path} is not a commit, or damaged, and there is none before it: {error}; give an empty "
-        "directory as FASTPS_COMMIT_DIR to begin anew"
+        f"{path} is damaged or not a commit, and there is none before it: {error}; set "
+        "FASTPS_COMMIT_DIR to an empty directory to begin anew"
     )
 
 
@@ -106,7 +105,7 @@ def _put(file: BinaryIO, data: bytes | memoryview) -> bytes:
 
 
 def _read_one(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
-    """Read one file; ValueError, OSError where it is not a whole commit."""
+    """Read one file; ValueError or OSError if it is not a complete commit."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         head, left = _read_head(file, size)
@@ -126,13 +125,13 @@ def _read_one(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
 
 
 def _read_head(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """Return the head, and how many bytes stand before it."""
+    """Return the head, and the number of bytes before it."""
     if size < _END.size:
-        raise ValueError(f"{size} bytes are too few")
+        raise ValueError(f"{size} bytes are too few for a commit")
     file.seek(size - _END.size)
     magic, length, digest = _END.unpack(file.read(_END.size))
     if magic != _MAGIC or length > size - _END.size:
-        raise ValueError("its end is missing, or of another version of fastps")
+        raise ValueError("its end is missing, or from another version of fastps")
     file.seek(size - _END.size - length)
     data = file.read(length)
     if _digest(data) != digest:
@@ -145,7 +144,7 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def _keep_names(folder: Path) -> None:
-    """Have the names of a folder written, not only the contents of its files."""
+    """Write the names of a folder to disk, not only the contents of its files."""
     place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(place)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that goes on from its last commit where a job is started again: Horovod's elastic.
+"""Training that continues from its last commit when a job is restarted: Horovod's elastic.
 
     state = fps.elastic.TorchState(model, optimizer, epoch=0)
 
@@ -11,12 +11,12 @@
 
     train(state)
 
-A worker that is lost ends all of them, and `fastps-run --restarts N` starts as many anew: rank 0
-then finds what it committed last, everybody takes that over, and train() goes on. So a program is
-what it is for Horovod, whose workers that are left go on themselves (Horovod, "Elastic Horovod").
+A lost worker ends the job, and `fastps-run --restarts N` starts all workers again. Rank 0 then
+reads its last commit, all ranks take it over, and train() continues. Programs look as they do for
+Horovod, where the remaining workers continue by themselves (Horovod, "Elastic Horovod").
 
-Decides what a commit holds and when it is read; where it lies is a setting (FASTPS_COMMIT_DIR),
-and how tensors are copied and sent is each framework's. Threads: the one that trains. All ranks
+Decides what a commit contains and when it is read. A setting (FASTPS_COMMIT_DIR) decides where it
+is, and each framework how tensors are copied and sent. Threads: the one that trains. All ranks
 call run(), sync() and reset callbacks alike.
 """
 
@@ -43,29 +43,29 @@ _log = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound="State")
-_runs = itertools.count(1)  # the same program makes the same runs, in each of its lives
+_runs = itertools.count(1)  # numbers of run(); a restarted program has the same ones
 
 
 class State(ABC):
-    """What has to be the same on all workers, and is committed together.
+    """Values that are the same on all workers, and are committed together.
 
-    Values are attributes of the state, which may be set to new ones.
+    They are attributes of the state, and may be set.
     """
 
     def __init__(self, **values: Any) -> None:
-        """Take what is to be held; the values of now are the first commit."""
+        """Take the values; they are the first commit."""
         self._values = values
         for name in values:
             if hasattr(type(self), name) or name.startswith("_"):
                 kind = type(self).__name__
-                raise ValueError(f"{kind} has a {name!r} of its own: choose another name")
+                raise ValueError(f"{kind} has a {name!r} of its own: use another name")
         self._callbacks: list[Callable[[], object]] = []
         self._path: Path | None = None
-        self._is_told = False
-        self._saved = self._look()
+        self._has_warned = False
+        self._saved = self._copies()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what is held under a name."""
+        """Return the value of a name."""
         values = self.__dict__.get("_values", {})
         if name not in values:
             held = ", ".join(values)
@@ -73,7 +73,7 @@ class State(ABC):
         return values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Hold another value under the name of one that is held; else an ordinary attribute."""
+        """Set the value of a name that the state has; set an ordinary attribute for others."""
         values = self.__dict__.get("_values", {})
         if name in values:
             values[name] = value
@@ -81,7 +81,7 @@ class State(ABC):
             object.__setattr__(self, name, value)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Have functions called, on all ranks, when training goes on from an earlier life."""
+        """Register functions that all ranks call when training continues after a restart."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -90,51 +90,51 @@ class State(ABC):
             callback()
 
     def commit(self) -> None:
-        """Keep everything as it is now: in memory, and on rank 0 in the job's directory.
+        """Save the current values: in memory, and on rank 0 in the job's directory.
 
-        Copies all that is held, so seldom is cheaper. TypeError: a value that cannot be kept.
+        Copies all values, so rare commits cost less. TypeError for a value that cannot be saved.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:  # noqa: B027
-        """Return: a job's hosts do not change while it runs. For scripts for Horovod."""
+        """Do nothing: a job's hosts do not change while it runs. For Horovod's scripts."""
 
     def save(self) -> None:
         """Do what commit() does."""
-        self._saved = self._look()
+        self._saved = self._copies()
         if self._path is not None:
             self._write(self._path, self._saved)
-        elif not self._is_told and current.current().rank == 0:
-            self._is_told = True
+        elif not self._has_warned and current.current().rank == 0:
+            self._has_warned = True
             _log.warning(
-                "commits are in memory alone, so a job that is started again begins anew: name a "
-                "directory as FASTPS_COMMIT_DIR (on one machine fastps-run --restarts N does), "
+                "commits are only in memory, so a restarted job begins anew: set "
+                "FASTPS_COMMIT_DIR to a directory (on one machine fastps-run --restarts N does), "
                 "and commit within a function of elastic.run"
             )
 
     def restore(self) -> None:
-        """Take back what was changed since the last commit, on this rank."""
-        self._take(self._saved)
+        """Undo the changes since the last commit, on this rank."""
+        self._put_all(self._saved)
 
     def sync(self) -> None:
-        """Take over rank 0's values, on all ranks, which call this together; blocks."""
-        self._saved = self._of_root(self._look() if current.current().rank == 0 else None)
+        """Take over rank 0's values; all ranks call this together; blocks."""
+        self._saved = self._of_root(self._copies() if current.current().rank == 0 else None)
         self.restore()
 
     # ---- of a framework ----
 
     @abstractmethod
     def _copy(self, value: Any) -> Any:
-        """Return a copy of what is held, as commits keep it."""
+        """Return a copy of a value, in the form that commits have."""
 
     @abstractmethod
     def _put(self, name: str, value: Any, kept: Any) -> Any:
-        """Return what is held from now on: the value, written over with what was kept, or that."""
+        """Return the value to hold: the value, overwritten with the copy, or the copy itself."""
 
     @abstractmethod
     def _of_root(self, saved: dict[str, Any] | None) -> dict[str, Any]:
-        """Return rank 0's copies, None elsewhere, on all ranks; blocks."""
+        """Return rank 0's copies on all ranks; saved: None on other ranks; blocks."""
 
     @abstractmethod
     def _write(self, path: Path, saved: dict[str, Any]) -> None:
@@ -144,17 +144,17 @@ class State(ABC):
     def _read(self, path: Path) -> dict[str, Any]:
         """Return the copies of a file."""
 
-    # ---- the lives of a job ----
+    # ---- starts and restarts ----
 
-    def _look(self) -> dict[str, Any]:
+    def _copies(self) -> dict[str, Any]:
         return {name: self._copy(value) for name, value in self._values.items()}
 
-    def _take(self, saved: dict[str, Any]) -> None:
+    def _put_all(self, saved: dict[str, Any]) -> None:
         for name, kept in saved.items():
             self._values[name] = self._put(name, self._values[name], kept)
 
     def _begin(self, number: int) -> None:
-        """Go on from what an earlier life committed in the run of that number, or begin."""
+        """Continue from the commit of the run of that number, or begin."""
         now = current.current()
         is_root, folder = now.rank == 0, now.config.commit_dir
         if is_root and folder:
@@ -162,36 +162,34 @@ class State(ABC):
         is_there = self._path is not None and commits.exists(self._path)
         was_there = now.broadcast_object(is_there, 0, "elastic")
         if was_there and self._path is not None:
-            self._take(self._checked(self._read(self._path)))
+            saved = self._read(self._path)
+            if saved.keys() != self._values.keys():
+                raise ConfigError(
+                    f"{self._path} holds {sorted(saved)}, this program {sorted(self._values)}, so "
+                    "another program wrote it: set FASTPS_COMMIT_DIR to an empty directory"
+                )
+            self._put_all(saved)
         if was_there:
             self.on_reset()
         self.sync()
-
-    def _checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        if saved.keys() != self._values.keys():
-            raise ConfigError(
-                f"{self._path} holds {sorted(saved)}, this program {sorted(self._values)}: it is "
-                "another program's; give an empty directory as FASTPS_COMMIT_DIR"
-            )
-        return saved
 
 
 def run(train: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
     """Make a function of a State begin with rank 0's values, or with its last commit.
 
-    The function is called by all ranks. Where an earlier life of the job has committed in it,
-    that is loaded, reset callbacks are called, and everybody takes over rank 0's values.
+    All ranks call the function. After a restart of the job rank 0 loads its last commit. All ranks
+    then call the reset callbacks, and take over rank 0's values.
     """
 
     @functools.wraps(train)
-    def begin(state: _S, /, *args: _P.args, **words: _P.kwargs) -> _R:
+    def begin(state: _S, /, *args: _P.args, **options: _P.kwargs) -> _R:
         if not isinstance(state, State):
             raise TypeError(
-                f"elastic.run takes a state (TorchState, KerasState, TensorFlowKerasState, "
-                f"TensorFlowState) first, not {type(state).__name__}"
+                "a function of elastic.run takes a state (TorchState, KerasState, "
+                f"TensorFlowKerasState, TensorFlowState) first, not {type(state).__name__}"
             )
         state._begin(next(_runs))
-        return train(state, *args, **words)
+        return train(state, *args, **options)
 
     return begin
 
@@ -203,15 +201,15 @@ class _Kept(NamedTuple):
 
 
 class ArrayState(State):
-    """A state of models whose variables can be read and written as NumPy's arrays."""
+    """A state of models whose variables can be read and written as NumPy arrays."""
 
     @abstractmethod
     def _variables_of(self, value: Any) -> list[Any] | None:
-        """Return the variables of a model, an optimizer or a list; None: it is a plain value."""
+        """Return the variables of a model, an optimizer or a list; None for a plain value."""
 
     @abstractmethod
     def _read_variable(self, variable: Any) -> Array:
-        """Return what a variable holds."""
+        """Return the value of a variable."""
 
     def _write_variable(self, variable: Any, array: Array) -> None:
         variable.assign(array)
@@ -229,8 +227,8 @@ class ArrayState(State):
         found, wanted = [tuple(one.shape) for one in places], [one.shape for one in kept.arrays]
         if found != wanted:
             raise ConfigError(
-                f"{name} has variables of the shapes {found} here, what was committed or rank 0 "
-                f"has {wanted}: build models and optimizers alike before elastic.run"
+                f"{name} has variables of the shapes {found}, those of the commit or of rank 0 "
+                f"are {wanted}: build models and optimizers alike before elastic.run"
             )
         for place, array in zip(places, kept.arrays, strict=True):
             self._write_variable(place, array)
@@ -238,10 +236,10 @@ class ArrayState(State):
 
     def _of_root(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         plain, arrays = ({}, []) if saved is None else _apart(saved)
-        told = (plain, [_described(one) for one in arrays])
-        plain, described = current.current().broadcast_object(told, 0, "elastic state")
+        content = (plain, [_described(one) for one in arrays])
+        plain, described = current.current().broadcast_object(content, 0, "elastic state")
         if saved is None:
-            arrays = [_empty(*about) for about in described]
+            arrays = [_room(about)[0] for about in described]
         names = [f"elastic state.{place}" for place in range(len(arrays))]
         broadcast_in_place(arrays, names, 0)
         return _together(plain, arrays)
@@ -256,7 +254,7 @@ class ArrayState(State):
 
 
 def _apart(saved: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:
-    """Take the arrays of models out of copies; in their place stands how many there are."""
+    """Separate the arrays of models from copies, which get their number instead."""
     plain: dict[str, Any] = {}
     arrays: list[Array] = []
     for name, kept in saved.items():
@@ -281,12 +279,9 @@ def _described(array: Array) -> tuple[str, tuple[int, ...]]:
     return array.dtype.name, array.shape
 
 
-def _empty(dtype: str, shape: tuple[int, ...]) -> Array:
-    return np.empty(shape, np.dtype(dtype))
-
-
-def _room(about: Any) -> tuple[Array, memoryview]:
-    array = _empty(*about)
+def _room(described: tuple[str, tuple[int, ...]]) -> tuple[Array, memoryview]:
+    dtype, shape = described
+    array = np.empty(shape, np.dtype(dtype))
     return array, _bytes_of(array)
 
 
@@ -298,5 +293,8 @@ def _place(folder: str, number: int) -> Path:
     try:
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"FASTPS_COMMIT_DIR={folder!r} cannot be made: {error}") from None
+        raise ConfigError(
+            f"FASTPS_COMMIT_DIR={folder!r} cannot be made: {error}; set it to a directory that "
+            "can be written"
+        ) from None
     return Path(folder) / f"commit-{number}.fastps"

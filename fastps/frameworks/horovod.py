@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts for Horovod call besides operations: how they start, where they are, traces.
+"""Functions of Horovod besides operations: init(), numbers across machines, the timeline.
 
-Threads: any. What Horovod tells of its own building is in built_features.py.
+Threads: any. Horovod's functions about its build are in built_features.py.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fastps.session.process_sets import ProcessSet, add_unused
 
 log = logging.getLogger(__name__)
 
-# Horovod raises it for whatever an operation can end with but wrong arguments: a lost peer, ranks
-# that disagree, a stall, the end of the job.
+# Horovod raises it for all errors of operations except wrong arguments: a lost peer, ranks that
+# disagree, a stall, the end of the job.
 HorovodInternalError = FastPSError
 
 _PART = "part of the program"  # the activity between start_timeline() and stop_timeline()
@@ -29,22 +29,24 @@ def init(
     process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
     **settings: object,
 ) -> None:
-    """Join the job, as fastps.init() does, and bring process sets into use.
+    """Join the job, as fastps.init() does, and add process sets.
 
-    comm: None, [], or the ranks of all workers in order; ConfigError for others and for a
-    communicator of MPI, which leaves nothing joined.
-    process_sets: all workers give the same; "dynamic", which sets are always, adds none. Sets in
-    use already are left alone. Raises what fastps.init() and add_process_set() do; blocks.
+    comm: None, [], or the ranks of all workers in order. ConfigError, before joining, for others
+    and for a communicator of MPI. process_sets: the same on all workers; "dynamic" adds none, for
+    sets always are. Sets that were added before are left alone. Raises the errors of fastps.init()
+    and add_process_set(); blocks.
     """
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
-        raise ConfigError(f'process_sets is a list of process sets or "dynamic": {process_sets!r}')
+        raise ConfigError(
+            f'process_sets must be a list of process sets or "dynamic", got {process_sets!r}'
+        )
     ranks = _ranks_of(comm)
     known = load(settings).size if ranks else 0
-    _check_everybody(ranks, known if known > 1 else len(ranks))  # before others are waited for
+    _check_all_ranks(ranks, known if known > 1 else len(ranks))  # before init() waits for others
     was_initialized = fastps.is_initialized()
     fastps.init(**settings)
     try:
-        _check_everybody(ranks, fastps.size())
+        _check_all_ranks(ranks, fastps.size())
     except ConfigError:
         if not was_initialized:
             fastps.shutdown()
@@ -54,23 +56,22 @@ def init(
 
 
 def _ranks_of(comm: Iterable[int] | None) -> list[int]:
-    """Read the ranks of `comm`; ConfigError for a communicator of MPI."""
+    """Return the ranks of `comm`; ConfigError for a communicator of MPI."""
     found = [] if comm is None else list(comm) if isinstance(comm, Iterable) else [comm]
     if not all(isinstance(rank, int) for rank in found):
         raise ConfigError(
-            f"comm={comm!r}: nothing here uses MPI; leave comm out, and give the workers of a "
-            "part of the job as hvd.ProcessSet(ranks)"
+            f"comm must be a list of ranks, not {comm!r}, for fastps does not use MPI: leave comm "
+            "out, and use hvd.ProcessSet(ranks) for some of the workers"
         )
     return found
 
 
-def _check_everybody(ranks: list[int], size: int) -> None:
-    """Raise ConfigError where some workers are to be a job by themselves."""
+def _check_all_ranks(ranks: list[int], size: int) -> None:
+    """Raise ConfigError unless the ranks, if there are any, are those of all workers."""
     if ranks and ranks != list(range(size)):
         raise ConfigError(
-            f"comm={ranks}: the workers of the job are {list(range(size))}, all of which take "
-            "part; leave comm out, start as many workers as are wanted, and for some of them use "
-            "process_sets=[hvd.ProcessSet(ranks)]"
+            f"comm must be all workers of the job, {list(range(size))}, not {ranks}: leave comm "
+            "out, and for some of the workers use process_sets=[hvd.ProcessSet(ranks)]"
         )
 
 
@@ -80,12 +81,12 @@ def cross_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the place of this worker among those of its local rank, one on each machine."""
+    """Return the place of this worker among the workers of its local rank on all machines."""
     return _across().index(current().rank)
 
 
 def _across() -> list[int]:
-    """List the workers that have this one's place on their hosts, as local_rank() counts."""
+    """List the workers that have this worker's local rank on their hosts."""
     session, hosts = current(), dict[str, list[int]]()
     if session.size == 1:
         return [session.rank]
@@ -99,16 +100,16 @@ def _across() -> list[int]:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Show in the timeline, where one is made, that a part of the program of this name begins.
+    """Start a part of the program, named file_path, in the job's timeline, if there is one.
 
-    Makes none: `fastps-run --timeline FILE` does, of the whole job, and a warning says so where
-    there is none. mark_cycles: there are no cycles. Does not block.
+    Does not write a file: `fastps-run --timeline FILE` does, for the whole job. Logs a warning if
+    the job has no timeline. mark_cycles is ignored, for there are no cycles. Does not block.
     """
     recorder = current().steps.recorder
     if recorder is None:
         log.warning(
-            "start_timeline(%r) writes nothing: start the job with fastps-run --timeline FILE, "
-            "or with FASTPS_TRACE_ON=1", file_path,
+            "start_timeline(%r) has no effect, for the job has no timeline: start it with "
+            "fastps-run --timeline FILE, or with FASTPS_TRACE_ON=1", file_path,
         )  # fmt: skip
     else:
         recorder.end_activity(_PART)
@@ -116,7 +117,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Show that the part ends which start_timeline() began; does nothing where there is none."""
+    """End the part that start_timeline() began, if any, in the timeline."""
     recorder = current().steps.recorder
     if recorder is not None:
         recorder.end_activity(_PART)

@@ -17,15 +17,15 @@ from fastps.frameworks.keras.variables import broadcast_variables, host_of
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Let all workers begin with one worker's model and state of the optimizer."""
+    """Let all workers begin with the root's model and optimizer."""
 
     def __init__(self, root_rank: int = 0) -> None:
-        """Note whose; does not communicate."""
+        """Set the root; does not communicate."""
         super().__init__()
         self._root_rank = root_rank
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast all variables; blocks. A new optimizer has what a loaded one has after it."""
+        """Broadcast all variables, and build a new optimizer before; blocks."""
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(self.model.trainable_variables)
@@ -34,12 +34,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Average the metrics of an epoch over all workers; put it before what reads them."""
+    """Average the metrics of an epoch over all workers; list it before their readers."""
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average the numbers in logs, in place; blocks.
 
-        MismatchError on all workers where they do not have the same metrics.
+        MismatchError on all workers if they do not have the same metrics.
         """
         own = {
             name: float(value) for name, value in (logs or {}).items() if isinstance(value, Real)
@@ -50,18 +50,18 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 raise MismatchError(
                     f"the metrics of epoch {epoch} cannot be averaged: worker 0 has "
                     f"{sorted(each[0])}, worker {rank} {sorted(theirs)}; compile all models with "
-                    "the same metrics, and give validation data to all workers or to none"
+                    "the same metrics, and pass validation data on all workers or on none"
                 )
         for name in own:
             logs[name] = math.fsum(one[name] for one in each) / len(each)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Multiply the initial learning rate, from one epoch on to another.
+    """Multiply the initial learning rate, from start_epoch up to end_epoch.
 
-    multiplier: a number, or f(epoch), which gets fractions of an epoch where staircase is False;
-    steps_per_epoch is needed then where fit() does not know it. momentum_correction: scale a
-    momentum with the rate for the first batch of a new rate. Source: P. Goyal et al., Accurate,
+    multiplier: a number, or f(epoch), which gets fractions of an epoch if staircase is False; then
+    steps_per_epoch is needed unless fit() knows it. momentum_correction: scale the momentum by the
+    change of the rate for the first batch of a new rate. Source: P. Goyal et al., Accurate,
     Large Minibatch SGD, 2017, section 2.1.
     """
 
@@ -75,7 +75,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         steps_per_epoch: int | None = None,
         initial_lr: float | None = None,
     ) -> None:
-        """Note the schedule; initial_lr: None for the optimizer's at the beginning."""
+        """Set the schedule; initial_lr: by default the optimizer's when training begins."""
         super().__init__()
         self._multiplier = multiplier
         self._epochs = (start_epoch, end_epoch)
@@ -87,16 +87,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self._momentum: float | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Note the rate that is multiplied; ValueError where steps_per_epoch is missing."""
+        """Read the initial rate; ValueError if steps_per_epoch is missing."""
         if self._initial is None:
             self._initial = _rate(self.model.optimizer)
         if self._steps is None and not self._staircase:
             self._steps = self.params.get("steps")
             if not self._steps:
-                raise ValueError("fit() does not know steps_per_epoch: give it to the callback")
+                raise ValueError(
+                    "fit() does not know steps_per_epoch, which a schedule without staircase "
+                    "needs: pass it to the callback"
+                )
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch."""
+        """Store the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -116,7 +119,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             self._momentum = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the rate to the metrics."""
+        """Add the learning rate to the metrics."""
         if logs is not None:
             logs["lr"] = _rate(self.model.optimizer)
 
@@ -135,7 +138,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Let the rate rise from 1 / size() of it to itself, over the first epochs.
+    """Raise the learning rate from 1 / size() of it to its full value, over the first epochs.
 
     rate = initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1), a little at each batch.
     Source: P. Goyal et al., Accurate, Large Minibatch SGD, 2017, section 2.2.
@@ -149,7 +152,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """Note how long it takes; verbose: accepted for Horovod's sake."""
+        """Set the schedule; verbose is accepted for Horovod's scripts and ignored."""
         del verbose
 
         def rise(epoch: float) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fastps.keras.elastic`: a state of a model and its optimizer, and callbacks that keep it.
+"""`fastps.keras.elastic`: a state of a model and its optimizer, and callbacks that update it.
 
     state = fps.elastic.KerasState(model, batch=0, epoch=0)
 
@@ -12,7 +12,7 @@
 
     train(state)
 
-What a state is, and how training goes on: `fastps.frameworks.elastic`.
+`fastps.frameworks.elastic` explains states, and how training continues.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ __all__ = [
 
 
 class KerasState(ArrayState):
-    """What has to be the same on all workers, and is committed together.
+    """Values that are the same on all workers, and are committed together.
 
-    model, optimizer (that of the model where none is given) and any others are attributes of the
-    state. Of models and optimizers the variables are held, in place, except for seeds of random
-    layers, which are each worker's own; all else is a plain value, of the kinds that
-    broadcast_object() takes.
+    model, optimizer (by default that of the model) and any others are attributes of the state. The
+    variables of models and optimizers are held in place, except for seeds of random layers, which
+    differ between workers. Other values are of the kinds that broadcast_object() takes.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **others: Any) -> None:
-        """Take what is to be held; ValueError for a model that has no variables yet."""
+        """Take the values, the first commit; ValueError for a model without variables."""
         if not model.built:
             raise ValueError("the model has no variables yet: call model.build(input_shape) first")
         optimizer = optimizer or getattr(model, "optimizer", None)
@@ -53,7 +52,7 @@ class KerasState(ArrayState):
         super().__init__(model=model, optimizer=optimizer, **others)
 
     def _variables_of(self, value: Any) -> list[Any] | None:
-        if hasattr(value, "jax_state_sync"):  # within fit() JAX's variables are elsewhere
+        if hasattr(value, "jax_state_sync"):  # within fit() JAX's values are not in the variables
             value.jax_state_sync()
         variables = getattr(value, "variables", None)
         if callable(variables):  # of optimizers before Keras 3
@@ -66,21 +65,21 @@ class KerasState(ArrayState):
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Commit a state after every so many batches, and after each epoch; last of the callbacks."""
+    """Commit a state every batches_per_commit batches, and after each epoch; list it last."""
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
-        """Note what is to be committed, and how often."""
+        """Set the state, and how often it is committed."""
         super().__init__()
         if batches_per_commit < 1:
-            raise ValueError(f"batches_per_commit={batches_per_commit} is not 1 or more")
+            raise ValueError(f"batches_per_commit must be >= 1, got {batches_per_commit}")
         self._state, self._every, self._count = state, batches_per_commit, 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Count from here."""
+        """Count batches from here."""
         self._count = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count a batch, and commit when it is the last of so many."""
+        """Count a batch, and commit if it is the last of batches_per_commit."""
         self._count += 1
         if self._count % self._every == 0:
             self._state.commit()
@@ -91,35 +90,35 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keep the number of the last batch in state.batch, 0 between epochs."""
+    """Store the number of the last batch in state.batch, 0 between epochs."""
 
     def __init__(self, state: State) -> None:
-        """Note whose it is."""
+        """Set the state."""
         super().__init__()
         self._state = state
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Keep the number."""
+        """Store the number of the batch."""
         self._state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Start anew."""
+        """Reset the number to 0."""
         self._state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keep the number of the next epoch in state.epoch, from what it is where fit() begins.
+    """Store the number of the next epoch in state.epoch, counted from its value when fit() begins.
 
-    fit() counts from 0 again where training goes on: give it epochs=total - state.epoch.
+    fit() counts from 0 again when training continues: pass it epochs=total - state.epoch.
     """
 
     def __init__(self, state: State) -> None:
-        """Note whose it is."""
+        """Set the state."""
         super().__init__()
         self._state, self._first = state, state.epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Note how many epochs were before."""
+        """Read the number of earlier epochs."""
         self._first = self._state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

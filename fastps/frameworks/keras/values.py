@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Horovod's operations on values: numbers, arrays, tensors of any back end; results are arrays.
 
-For what a program does between two batches. Not within a compiled step. Names are optional:
-without one an operation meets what other workers call in the same place of their order.
+For use between two batches, not within a compiled step. Names are optional: operations without a
+name meet in the order of calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Array:
-    """Return the average of everybody's value, or another op of fastps.allreduce(); blocks.
+    """Return the average of all workers' values, or another op of fastps.allreduce(); blocks.
 
     average: the older word for op. The factors multiply before and after.
     """
@@ -42,7 +42,7 @@ def allreduce(
 def allgather(
     value: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """Return everybody's rows, one after the other; blocks."""
+    """Return the rows of all workers, concatenated; blocks."""
     return fastps.allgather(_host(value), name=name, process_set=process_set)
 
 
@@ -71,7 +71,7 @@ def reducescatter(
 
 
 def broadcast_global_variables(root_rank: int = 0) -> None:
-    """Raise RuntimeError: Keras 3 has no global variables; the error names what to call."""
+    """Raise RuntimeError: Keras 3 has no global variables."""
     raise RuntimeError(
         "Keras 3 has no global variables: use "
         f"callbacks.BroadcastGlobalVariablesCallback({root_rank}), or "
@@ -80,5 +80,5 @@ def broadcast_global_variables(root_rank: int = 0) -> None:
 
 
 def _host(value: Any) -> Array:
-    """Return a value as an array; numbers of Python as float64 and int64."""
+    """Return a value as an array; Python's numbers become float64 and int64."""
     return np.asarray(host_of(value))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A backend for the trainers of Ray Train, whose workers then call fastps.init().
 
-Ray makes one Backend in the process that controls a run, and calls it before the workers begin,
-and after they ended; a run that is started again after a failure gets a job of its own.
+Ray creates one Backend in the process that controls a run. It calls the backend before the workers
+begin and after they have ended. A run that restarts after a failure gets a new job.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fastps.frameworks.ray.job import TIMEOUT_S, Job
 
 @dataclasses.dataclass
 class Config(BackendConfig):  # type: ignore[misc]
-    """What a trainer takes as backend_config, or torch_config: how its job is to be.
+    """The backend_config, or torch_config, of a trainer.
 
-    servers, resources_per_server, settings: of Job. timeout_s: how long the cluster may take to
-    make room for the servers. backend is for TorchTrainer, which wants to read one.
+    servers, resources_per_server, settings: of Job. timeout_s: of Job, for the cluster to make
+    room for the servers. backend is only a name for TorchTrainer.
     """
 
     servers: int = 0
@@ -35,7 +35,7 @@ class Config(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """Return the class that does it."""
+        """Return the class of the backend."""
         return Backend
 
 
@@ -46,7 +46,7 @@ class Backend(RayBackend):  # type: ignore[misc]
         self._job: Job | None = None
 
     def on_start(self, worker_group: Any, backend_config: Config) -> None:
-        """Start scheduler and servers, and tell each worker who it is."""
+        """Start scheduler and servers, and configure the workers."""
         self._close()
         self._job = Job(
             len(worker_group),
@@ -58,7 +58,7 @@ class Backend(RayBackend):  # type: ignore[misc]
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: Config) -> None:
-        """Let the workers leave, those that are still there, and end the job."""
+        """Let the remaining workers leave, and end the job."""
         self._close()
 
     def _close(self) -> None:

@@ -3,10 +3,10 @@
 
 _ops.pyx        an operation that TensorFlow calls, and its tensors as arrays
 calls.py        a call of Python within a graph
-sums.py         push_pull of lists of tensors, dense and sparse, in two halves
+sums.py         push_pull of tensors, dense and sparse
 collectives.py  the other operations
-training.py     the gradient tape; variables of one worker for all
+training.py     the gradient tape; broadcasts of variables
 optimizer.py    DistributedOptimizer, of Keras or of sessions
-sessions.py     what TensorFlow 1's sessions are given
+sessions.py     a hook and optimizers for TensorFlow 1's sessions
 strategy.py     MirroredStrategy
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fastps.tensorflow.elastic`: states of variables, and of Keras models.
 
-What a state is, and how training goes on: `fastps.frameworks.elastic`.
+`fastps.frameworks.elastic` explains states, and how training continues.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class TensorFlowState(ArrayState):
-    """What has to be the same on all workers, and is committed together.
+    """Values that are the same on all workers, and are committed together.
 
-    variables: a list of tf.Variable, all global ones where none is given; these are written in
-    place. session: of TensorFlow 1, the default one where none is given. Others are attributes of
-    the state: lists of variables, or plain values of the kinds that broadcast_object() takes.
+    variables: a list of tf.Variable, by default all global ones; they are written in place.
+    session: of TensorFlow 1, by default the default session. Others are attributes of the state:
+    lists of variables, or plain values of the kinds that broadcast_object() takes.
     """
 
     def __init__(
         self, variables: Iterable[Any] | None = None, session: Any = None, **others: Any
     ) -> None:
-        """Take what is to be held; the values of now are the first commit."""
+        """Take the values; they are the first commit."""
         self._session = session
         held = list(variables or tf.compat.v1.global_variables())
         if not held:
-            raise ValueError("there are no variables to hold: give variables=[...]")
+            raise ValueError("there are no variables to hold: pass variables=[...]")
         super().__init__(variables=held, **others)
 
     def _variables_of(self, value: Any) -> list[Any] | None:
@@ -54,7 +54,7 @@ class TensorFlowState(ArrayState):
 def TensorFlowKerasState(
     model: Any, optimizer: Any = None, backend: Any = None, **others: Any
 ) -> State:
-    """Return a state of a Keras model, KerasState(); backend: of TensorFlow 1, is not needed."""
+    """Return the KerasState of a Keras model; backend, of TensorFlow 1, is ignored."""
     from fastps.frameworks.keras.elastic import KerasState  # noqa: PLC0415
 
     return KerasState(model, optimizer, **others)

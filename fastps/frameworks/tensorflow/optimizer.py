@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedOptimizer for what TensorFlow calls an optimizer: Keras 3's, or tf.compat.v1's."""
+"""DistributedOptimizer for the optimizers of Keras 3 and of tf.compat.v1."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ def DistributedOptimizer(
 ) -> Any:
     """Make an optimizer step with gradients averaged over all workers.
 
-    optimizer: of Keras 3, then this is fastps.keras.DistributedOptimizer() with all its options,
-    or of tf.compat.v1.train, then its compute_gradients() gives averages, use_locking is its own,
-    and options are those of exchange_gradients(). backward_passes_per_step, asynchronous: Keras's
-    alone, ValueError else. TypeError for another optimizer.
+    optimizer: of Keras 3, for which this is fastps.keras.DistributedOptimizer() with all its
+    options; or of tf.compat.v1.train, whose compute_gradients() then returns averages. For the
+    latter use_locking is the optimizer's, options are those of exchange_gradients(), and
+    backward_passes_per_step and asynchronous raise ValueError. TypeError for another optimizer.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if check_passes(backward_passes_per_step) > 1 or asynchronous:
             raise ValueError(
-                "an optimizer of tf.compat.v1 steps at every pass and in step with all workers: "
-                "for backward_passes_per_step and asynchronous take one of tf.keras.optimizers"
+                "backward_passes_per_step and asynchronous are not for optimizers of "
+                f"tf.compat.v1, got {type(optimizer).__name__}: use one of tf.keras.optimizers"
             )
         check_op(options.get("op", Average))
         return SessionOptimizer(optimizer, name, use_locking, **options)
     if not isinstance(optimizer, tf.keras.optimizers.Optimizer):
         raise TypeError(
-            f"{type(optimizer).__name__} is no optimizer of Keras 3 or tf.compat.v1.train; "
-            "tf.keras.optimizers.legacy are Keras 2's, which this TensorFlow does not have"
+            "optimizer must be one of Keras 3 or tf.compat.v1.train, not "
+            f"{type(optimizer).__name__}; tf.keras.optimizers.legacy are Keras 2's, which this "
+            "TensorFlow does not have"
         )
     from fastps.frameworks.keras.optimizer import DistributedOptimizer as wrap  # noqa: PLC0415
 

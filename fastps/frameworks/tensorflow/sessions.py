@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorFlow 1's sessions, as tf.compat.v1 has them: a hook, and its optimizers.
 
-Operations of a session run in any order, which may differ between workers. None of ours blocks a
-thread of TensorFlow (calls.py), so those that are independent may all be under way at once.
+Operations of a session run in any order, which may differ between workers. Operations of fastps do
+not block TensorFlow's threads (calls.py), so all independent ones may be in flight at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ v1 = tf.compat.v1
 def broadcast_global_variables(root_rank: int = 0) -> Any:
     """Return an operation that overwrites all global variables with those of the root.
 
-    In a graph of tf.compat.v1, when all variables are there. Eagerly there are none: RuntimeError,
-    which names broadcast_variables().
+    For a graph of tf.compat.v1 that has all its variables. RuntimeError in eager execution, which
+    has no global variables.
     """
     if tf.executing_eagerly():
         raise RuntimeError(
-            "there are no global variables outside of tf.compat.v1's graphs: call "
+            "eager execution has no global variables, only graphs of tf.compat.v1 do: call "
             "broadcast_variables(model.variables, root_rank)"
         )
     variables = v1.global_variables()
@@ -48,13 +48,12 @@ def broadcast_global_variables(root_rank: int = 0) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Let all workers begin with one worker's variables, also where it restored a checkpoint."""
+    """Let all workers begin with the root's variables, which may come from a checkpoint."""
 
     def __init__(self, root_rank: int = 0, device: str = "") -> None:
-        """Note whose; device: accepted for Horovod's sake, variables go through the host."""
+        """Set the root; device is accepted for Horovod's scripts and ignored."""
         super().__init__()
         self._root_rank = root_rank
-        self._device = device
         self._graph: Any = None
         self._operation: Any = None
 
@@ -70,32 +69,32 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 
 
 class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """An optimizer of tf.compat.v1 whose compute_gradients() gives averages."""
+    """An optimizer of tf.compat.v1 whose compute_gradients() returns averages."""
 
     def __init__(
         self, optimizer: Any, name: str | None, use_locking: bool, **options: Any
     ) -> None:
-        """Wrap one; options: of exchange_gradients()."""
+        """Wrap an optimizer; options: of exchange_gradients()."""
         super().__init__(use_locking, name or f"Distributed{type(optimizer).__name__}")
         self._optimizer = optimizer
         self._options = options
 
     def compute_gradients(self, *args: Any, **options: Any) -> list[tuple[Any, Any]]:
-        """Compute gradients, and average them over all workers; names are by their places."""
+        """Compute gradients, and average them over all workers; their places name them."""
         pairs = self._optimizer.compute_gradients(*args, **options)
         found = exchange_gradients([gradient for gradient, _ in pairs], **self._options)
         return [(one, variable) for one, (_, variable) in zip(found, pairs, strict=True)]
 
     def apply_gradients(self, *args: Any, **options: Any) -> Any:
-        """Apply gradients, as the optimizer does."""
+        """Apply gradients by the optimizer."""
         return self._optimizer.apply_gradients(*args, **options)
 
     def get_slot(self, *args: Any, **options: Any) -> Any:
-        """Return a slot of the optimizer's."""
+        """Return a slot of the optimizer."""
         return self._optimizer.get_slot(*args, **options)
 
     def get_slot_names(self) -> Sequence[str]:
-        """Name the optimizer's slots."""
+        """Return the names of the optimizer's slots."""
         names: Sequence[str] = self._optimizer.get_slot_names()
         return names
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tf.distribute.MirroredStrategy whose replicas add with those of all workers."""
+"""A tf.distribute.MirroredStrategy whose sums are over the replicas of all workers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fastps.frameworks.tensorflow.training import exchange_gradients
 
 
 class CrossDeviceOps(tf.distribute.ReductionToOneDevice):  # type: ignore[misc]
-    """What MirroredStrategy(cross_device_ops=) takes: sums of the replicas of all workers.
+    """Sums over the replicas of all workers, for MirroredStrategy(cross_device_ops=).
 
-    Replicas of a worker add on its first device, workers add these sums, small ones side by side,
-    and all replicas get what comes. Means are of means: all workers have as many replicas.
-    options: of exchange_gradients(); prefix: another one for a second strategy.
+    The replicas of a worker are summed on its first device; these sums are added over the workers,
+    and all replicas get the result. Means are means of means, so all workers need the same number
+    of replicas. options: of exchange_gradients(); prefix: another one for a second strategy.
     """
 
     def __init__(self, *, prefix: str = "Mirrored", **options: Any) -> None:
-        """Note how workers add."""
+        """Set the options of the exchange."""
         super().__init__()
         self._prefix = prefix
         self._options = options
 
     @property
     def _num_between_graph_workers(self) -> int:
-        """How many workers there are; with one TensorFlow leaves a lone replica's value be."""
+        """The number of workers; TensorFlow skips the sum of one replica if it is 1."""
         return fastps.size()
 
     def reduce_implementation(
@@ -55,13 +55,13 @@ class CrossDeviceOps(tf.distribute.ReductionToOneDevice):  # type: ignore[misc]
 
 
 def _first(value: Any) -> Any:
-    """Return the value of the first replica, which all have."""
+    """Return the value of the first replica; all replicas have the same."""
     return value.values[0] if isinstance(value, tf.distribute.DistributedValues) else value
 
 
 def MirroredStrategy(devices: Sequence[str] | None = None, **options: Any) -> Any:
-    """Return a tf.distribute.MirroredStrategy of these devices that adds with all workers.
+    """Return a tf.distribute.MirroredStrategy of these devices that adds over all workers.
 
-    options: of CrossDeviceOps. Variables are each worker's own until broadcast_variables().
+    options: of CrossDeviceOps. broadcast_variables() gives all workers the same variables.
     """
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=CrossDeviceOps(**options))
