@@ -8,6 +8,7 @@
 #   make wheel   manylinux wheels for every Python that is here, in dist/
 #   make docs    the site, in out/site; broken links are errors
 #   make soak    half an hour under the sanitizers of the compiler, then a million names
+#   make mutate  make 200 one-line mistakes, one at a time; fails where the tests notice too few
 #   make clean   remove what was built; make distclean also removes .venv and .venvs
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
@@ -27,7 +28,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel docs soak build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel docs soak mutate build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -89,6 +90,11 @@ docs: .venvs/docs/.made
 		'import configparser as c; f = c.ConfigParser(); f.read("setup.cfg"); \
 		print(*f["options.extras_require"]["$*"].split())')
 	@touch $@
+
+# What has been run stands in the log, so that this continues where it was stopped.
+SEED ?= 1
+mutate: .venv/.test
+	$(RUN) tools/mutate.py --seed $(SEED) --jobs $(JOBS) --log out/mutate-$(SEED).jsonl $(MUTATE_FLAGS)
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.
 soak: .venv/.test

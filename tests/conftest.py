@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 CLEAN_FOLDERS = ("unit", "cluster", "conformance", "faults", "stress")
 JOBS = ("frameworks", "cluster", "faults")  # few tests, each of many processes
@@ -31,6 +31,10 @@ settings.register_profile(
 settings.register_profile("long", settings.get_profile("fastps"), max_examples=2000)
 # The same examples in each run, so that it tells of the change and of nothing else.
 settings.register_profile("ci", settings.get_profile("fastps"), derandomize=True, database=None)
+# For tools/mutate.py, which wants to know whether an example fails, and not the smallest one.
+settings.register_profile(
+    "mutate", settings.get_profile("ci"), phases=(Phase.explicit, Phase.generate), max_examples=20
+)
 settings.load_profile("fastps")
 
 
