@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastps.config import Config, load
 from fastps.control.membership import Action, Close, Finish, Membership, Send
 from fastps.control.protocol import (
@@ -34,7 +36,7 @@ def make_config(**settings: object) -> Config:
     return load(defaults | settings, {})
 
 
-def make_spec(name: str = "w", shape: tuple[int, ...] = (10, 20), **changes: int) -> TensorSpec:
+def make_spec(name: str = "w", shape: tuple[int, ...] = (10, 20), **changes: Any) -> TensorSpec:
     """Make the declaration of a float32 tensor."""
     count = 1
     for extent in shape:

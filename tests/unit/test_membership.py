@@ -10,7 +10,9 @@ from fastps.control.blame import SUSPICION_S
 from fastps.control.membership import Finish, Phase
 from fastps.control.protocol import (
     Absent,
+    AskClock,
     Barrier,
+    ClockTold,
     Done,
     Failed,
     Job,
@@ -354,6 +356,12 @@ class TestLosing:
             driver.say(peer, Tell((), b"", has_joined=True))
         requests = [driver.barrier(peer) for peer in workers]
         assert [driver.last(peer) for peer in workers] == [Done(one) for one in requests]
+
+    def test_a_member_is_told_the_time_of_the_scheduler(self) -> None:
+        driver = Driver()
+        workers, _ = driver.start()
+        driver.say(workers[0], AskClock(7))
+        assert driver.last(workers[0]) == ClockTold(7, driver.now)
 
     def test_silence_longer_than_the_lease(self) -> None:
         driver = Driver(lease_s=10)

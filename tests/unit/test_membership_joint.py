@@ -119,6 +119,24 @@ class TestAppointment:
         for rank in set(range(len(machines))) - set(joint):  # its link may break too
             assert job.owner_name(rank) == f"worker {rank}"
 
+    @pytest.mark.parametrize(
+        ("servers", "colocate", "owners"),
+        [(0, "auto", (2,)), (1, "auto", (3,)), (1, "on", (3, 2)), (0, "on", (2,)),
+         (1, "off", (3,)), (0, "off", None)],
+    )  # fmt: skip
+    def test_servers_apart_or_validators_serve_and_never_workers(
+        self, servers: int, colocate: str, owners: tuple[int, ...] | None
+    ) -> None:
+        driver = Driver(size=2, num_servers=servers, num_validators=1, colocate=colocate)
+        peers = [driver.enter(machine=machine, num_validators=1) for machine in "ab"]
+        peers += [driver.enter("server", machine="c") for _ in range(servers)]
+        peers.append(driver.enter("validator", machine="a", size=2, num_validators=1))
+        if owners is None:
+            assert driver.events(peers[0], Failed)
+            return
+        job = job_of(driver, peers[0])
+        assert (job.owners, job.is_local) == (owners, False)
+
     def test_nobody_can_serve(self) -> None:
         driver = Driver(size=2, num_servers=0, colocate="off")
         workers, _ = start(driver, ["a", "b"], [])

@@ -10,6 +10,8 @@ import pytest
 from control_driver import Driver, make_config, make_spec
 from msgspec.structs import replace
 
+from fastps.contract.codec import Codec, Coding
+from fastps.contract.contract import Givers
 from fastps.contract.partition import MAX_PIECES
 from fastps.control.collectives import MAX_BARRIERS, MAX_BLOBS_HELD_BYTES
 from fastps.control.declarations import MAX_VERSION, Declarations
@@ -278,6 +280,8 @@ class TestDeclaring:
             make_spec(dtype=99, nbytes=8),
             make_spec(nbytes=799),
             make_spec(shape=(1 << 40,), partition_bytes=4096),
+            make_spec(coding=Coding(Codec.TOPK, k=1.5)),
+            make_spec(updates=Coding(mu=1.0)),
         ],
     )
     def test_impossible_tensors_change_nothing(self, spec: TensorSpec) -> None:
@@ -372,6 +376,60 @@ class TestBarriers:
         assert [driver.last(peer) for peer in workers[:2]] == [Done(one) for one in numbers]
 
 
+class TestValidators:
+    """Workers 0 and 1, validator 2, and a server; the peer of each is ten more."""
+
+    def table(self) -> Declarations:
+        self.refused: dict[str, int] = {}
+        return Declarations(make_config(), owners={3: 13}, refused=self.refused)
+
+    def declare(self, table: Declarations, rank: int, now: float = 0.0, **changes: object) -> list:
+        fields = {"givers": Givers.VALIDATORS, **changes}
+        asked = Declare.of(rank, [make_spec("w", **fields)], 60.0)
+        return table.declare(rank, rank + 10, asked, now)
+
+    def test_who_declares_before_them_waits_for_them(self) -> None:
+        table = self.table()
+        assert self.declare(table, 0) == []
+        ((peer, keys),) = self.declare(table, 2)
+        assert (peer, type(keys)) == (13, DeclareKeys)
+        answers = table.keys_ready(3, keys.request_id)
+        assert sorted((peer, type(one)) for peer, one in answers) == [
+            (10, Declared),
+            (12, Declared),
+        ]
+        ((peer, answer),) = self.declare(table, 1)
+        assert (peer, type(answer)) == (11, Declared)
+
+    def test_who_waits_longer_than_its_time_is_told_for_whom(self) -> None:
+        table = self.table()
+        self.declare(table, 0)
+        assert table.next_deadline() == 60.0
+        ((peer, failed),) = table.expire(60.0)
+        assert (peer, failed.kind) == (10, "stall")
+        assert "no validator has declared them" in failed.message
+
+    def test_their_layout_holds_and_others_are_refused_and_counted(self) -> None:
+        table = self.table()
+        keys = self.declare(table, 2)[0][1]
+        table.keys_ready(3, keys.request_id)
+        ((peer, failed),) = self.declare(table, 1, shape=(20, 10))
+        assert (peer, failed.kind) == (11, "mismatch")
+        assert list(self.refused.values()) == [1]
+        assert isinstance(self.declare(table, 1)[0][1], Declared)
+
+    def test_a_name_of_workers_becomes_theirs(self) -> None:
+        table = self.table()
+        keys = self.declare(table, 0, givers=Givers.WORKERS)[0][1]
+        table.keys_ready(3, keys.request_id)
+        (peer, poisoned), (server, again) = self.declare(table, 2)
+        assert (peer, type(poisoned)) == (10, TensorPoisoned)
+        assert "the validators'" in poisoned.message
+        assert (server, type(again)) == (13, DeclareKeys)
+        ((peer, answer),) = table.keys_ready(3, again.request_id)
+        assert (peer, type(answer)) == (12, Declared)
+
+
 def forget(
     driver: Driver, peer: int, *names: str, timeout_s: float = 10.0, version: int = 1
 ) -> int:
@@ -448,6 +506,15 @@ class TestForgetting:
         assert self.declared(driver, workers, servers, "d") != first
         self.drop(driver, workers[1])
         assert self.declared(driver, workers, servers, "e") == first
+
+    def test_an_id_is_used_again_when_who_has_not_dropped_it_leaves(self) -> None:
+        driver = Driver()
+        workers, servers = driver.start()
+        first = self.declared(driver, workers, servers, "a")
+        self.told(driver, workers, servers, "a")
+        self.drop(driver, workers[0])
+        driver.leave(workers[1])
+        assert self.declared(driver, workers[:1], servers, "b") == first
 
     def test_versions_go_on_where_an_id_is_used_again(self) -> None:
         driver = Driver()
@@ -597,6 +664,18 @@ class TestForgetting:
         driver.keep_alive()
         ids = {self.declared(driver, workers, servers, f"v{step}") for step in range(5)}
         assert first not in ids
+
+    def test_who_waits_longer_for_a_silent_server_hears_with_the_first(self) -> None:
+        driver = Driver(lease_s=600)
+        workers, servers = driver.start()
+        self.declared(driver, workers, servers, "w")
+        forget(driver, workers[0], "w", timeout_s=3.0)
+        forget(driver, workers[1], "w", timeout_s=100.0)
+        driver.advance(10.0)
+        for peer in workers:
+            failed = driver.last(peer)
+            assert isinstance(failed, Failed)
+            assert "forgetting 'w' timed out" in failed.message
 
     @pytest.mark.parametrize("names", [("never",), ("w", "never")])
     def test_what_cannot_be_forgotten(self, names: tuple[str, ...]) -> None:
