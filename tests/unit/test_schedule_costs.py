@@ -69,6 +69,18 @@ def test_large_operations_on_single_machines(n):
     assert numbers(exchanged.messages, n) == [n - 1] * n
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_sums_on_one_machine_have_no_more_pieces_than_sums_anywhere(place):
+    large = 60 * PIECE
+    for machines in ((0, 0, 0), (5, 5, 5)):
+        assert schedule.allreduce(place, 3, large, 4, machines) == schedule.allreduce(
+            place, 3, large, 4
+        )
+        assert schedule.reduce(place, 3, large, 4, 1, machines) == schedule.reduce(
+            place, 3, large, 4, 1
+        )
+
+
 @pytest.mark.parametrize("n", range(2, 8))
 @pytest.mark.parametrize("root", [0, 1])
 def test_large_operations_with_a_root_on_single_machines(n, root):
@@ -79,6 +91,8 @@ def test_large_operations_with_a_root_on_single_machines(n, root):
     assert summed.received_bytes(root) == size
     assert all(one == size for me, one in enumerate(numbers(summed.sent_bytes, n)) if me != root)
     assert summed.sent_bytes(root) == (size if n > 2 else 0)
+    whole = ran(lambda me: schedule.reduce(me, n, (n - 1) * PIECE, 4, root), n)  # not cut
+    assert all(one == n - 1 for me, one in enumerate(numbers(whole.messages, n)) if me != root)
 
     spread = ran(lambda me: schedule.broadcast(me, n, size, root), n)
     assert spread.rounds == min(n - 1, 2)
