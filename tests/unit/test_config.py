@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps import config
-from fastps.config import SETTINGS, Config, Derived, child_environment, load
+from fastps.config import SETTINGS, Config, Derived, child_environment, launchers, load
 from fastps.config import __main__ as command
 from fastps.config.token import hide_token
 from fastps.errors import ConfigError
@@ -491,3 +491,53 @@ def test_reweighting_needs_servers_that_do_not_die_with_a_worker():
     with pytest.raises(ConfigError, match="FASTPS_ON_LOSS"):
         load({"on_loss": "reweight", "colocate": "on"}, environ={})
     assert load({"on_loss": "reweight", "num_servers": 1}, environ={}).goes_on
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "r", "TORCHELASTIC_RESTART_COUNT": "2", "MASTER_ADDR": "h"}
+BY_HAND = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+SRUN = {"SLURM_STEP_ID": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "sizes", "expected"),
+    [
+        ({}, (2, 2), None),
+        (TORCHRUN | SRUN, (4, 2), ("torchrun", "r/2/h/", False, "h", "", False)),
+        (TORCHRUN, (4, 4), ("torchrun", "r/2/h/", True, "h", "", False)),
+        (SRUN, (4, 2), ("srun", "7.3", True, "", "", False)),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "2", "PMIX_RANK": "0", "SLURM_SUBMIT_DIR": "/d",
+                 "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9"},
+         (4, 2), ("srun", "7.3", False, "10.0.0.9", "/d", True)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "n", "PMIX_RANK": "1",
+          "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.5,10.1.0.5:4000"},
+         (4, 2), ("mpirun", "n", False, "10.0.0.5", "", True)),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_MCA_ess_base_jobid": "9"},
+         (4, 4), ("mpirun", "9", True, "", "", False)),
+        ({"DMLC_NUM_WORKER": " 1", "DMLC_PS_ROOT_PORT": "5"},
+         (4, 2), ("BytePS", f"5/{os.getppid()}", True, "", "", False)),
+        ({"DMLC_NUM_WORKER": "2"}, (4, 4), ("BytePS", f"/{os.getppid()}", False, "", "", False)),
+        (BY_HAND, (4, 2), ("MASTER_ADDR", "10.0.0.1/29500", False, "10.0.0.1", "", False)),
+        (BY_HAND, (4, 4), ("MASTER_ADDR", "10.0.0.1/29500", True, "10.0.0.1", "", False)),
+        (BY_HAND | {"MASTER_ADDR": "::1"}, (4, 2),
+         ("MASTER_ADDR", "::1/29500", True, "::1", "", False)),
+    ],
+)  # fmt: skip
+def test_other_launchers_are_known_by_their_variables(environ, sizes, expected):
+    size, local_size = sizes
+    settings = {"rank": 0, "size": size, "local_rank": 0, "local_size": local_size}
+    assert launchers.find(load(settings, {}), environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"size": 2}, True),
+        ({"size": 1}, False),
+        ({"size": 2, "num_servers": 1}, False),
+        ({"size": 2, "num_validators": 1}, False),
+        ({"size": 2, "scheduler_port": 5}, False),
+        ({"size": 2, "role": "server"}, False),
+    ],
+)
+def test_only_workers_without_a_scheduler_are_left_alone(settings, expected):
+    assert launchers.is_left_alone(load(settings, {})) == expected
