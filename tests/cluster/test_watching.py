@@ -193,6 +193,26 @@ def test_words():
     assert watch.names(table, "b") == ["fastps-status/b/server/0/8"]
 
 
+def test_a_pace_is_what_changed_between_two_looks_by_the_second():
+    about = {"job": "j", "role": "worker", "rank": 0}
+    links = [{"peer": "s", "way": "tcp", "bytes_sent": 100, "bytes_received": 50}]
+    later = [{**links[0], "bytes_sent": 500, "bytes_received": 10},
+             {"peer": "w", "way": "pipe", "bytes_sent": 8, "bytes_received": 4}]  # fmt: skip
+    numbers = {"steps": 4.0, "operations": 10.0, "wait_seconds": 1.0, "bytes_sent": 3.0}
+    grown = {"steps": 8.0, "operations": 30.0, "wait_seconds": 2.0, "bytes_sent": 5.0,
+             "server_bytes_sent": 6.0, "links": 2.0}  # fmt: skip
+    scheduler = watch.Look(9.0, {**about, "role": "scheduler"}, {})
+    before = [watch.Look(10.0, about, numbers, links), scheduler]
+    stranger = watch.Look(12.0, {**about, "rank": 1}, {})
+    (found,) = watch.paces(before, [watch.Look(12.0, about, grown, later), stranger, scheduler])
+    assert (found.about, found.steps, found.operations, found.waiting) == (about, 2, 10, 0.5)
+    assert (found.bytes_sent, found.bytes_received, found.links) == (4, 0, 2)
+    assert found.flows == [watch.Flow("s", "tcp", 200, 0), watch.Flow("w", "pipe", 4, 2)]
+    assert [watch.in_bytes(one) for one in (999, 1000, 2.5e6, 4e12)] == [
+        "999 B", "1 kB", "2.5 MB", "4e+03 GB"
+    ]  # fmt: skip
+
+
 def test_the_line_stays_below_all_others():
     reader, writer = os.pipe()
     outlet = Outlet(writer)

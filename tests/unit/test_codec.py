@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from codec_oracle import Reference, finite
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastps.contract.codec import BLOCK, Codec, Coding, Option, cut_units, wire_chunk
 from fastps.reduce.codec._coder import Coder
+from fastps.reduce.library import codec_kernel
 from fastps.types import DType
 
 CHUNK = 4096
@@ -134,6 +137,15 @@ def test_the_mean_stays(coding):
     drawn = np.array([turn(coder, g, version) for version in range(1, rounds + 1)], np.float64)
     error = drawn.std(axis=0) / np.sqrt(rounds) + 1e-6
     assert (np.abs(drawn.mean(axis=0) - g) < SIGMAS * error).all()
+
+
+def test_a_sum_is_scaled_where_it_lies():
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    made = ctypes.CFUNCTYPE(number, pointer, pointer, number, pointer, pointer)
+    kernel = made(codec_kernel("prepare", "scale"))
+    v, factor = np.arange(67, dtype=np.float32), np.float32([0.25, 7, 7])
+    assert kernel(v.ctypes.data, None, 66, None, factor.ctypes.data) == 1
+    np.testing.assert_array_equal(v, [*np.arange(66) / 4, 66])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])

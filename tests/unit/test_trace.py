@@ -140,12 +140,15 @@ def test_notes_that_find_the_disk_full_are_said_once_and_end_nothing(tmp_path, c
         role="worker", number=0, host_id="host/boot", ping=lambda: 0,
     )  # fmt: skip
     recorder.stop_clock()
+    assert not recorder._clock.is_alive()
     full = os.open("/dev/full", os.O_WRONLY | os.O_CLOEXEC)
     os.dup2(full, recorder._notes, inheritable=False)
     os.close(full)
     for number in range(3):
         recorder.name_tensor(number, "layer")
+    before = len(os.listdir("/proc/self/fd"))
     recorder.close()
+    assert len(os.listdir("/proc/self/fd")) <= before - 2  # the notes and the spans
     said = [one.getMessage() for one in caplog.records]
     assert said == [
         "the trace of this process ends here, and the job goes on: No space left on device"

@@ -49,6 +49,15 @@ def test_errors_of_ours_show_the_users_lines_alone(hook, capsys):
     assert hook == []
 
 
+def test_what_an_error_of_ours_came_from_is_not_shown(hook, capsys):
+    error = failing_call()
+    error.__context__, error.__cause__ = KeyError("inner"), OSError("outer")
+    end_with(error)
+    shown = capsys.readouterr().err
+    assert "inner" not in shown
+    assert "outer" not in shown
+
+
 def test_what_ends_a_program_is_told_to_others(hook, capsys):
     end_with(ValueError("no data"))
     assert hook == ["ValueError: no data"]
