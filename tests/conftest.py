@@ -38,8 +38,13 @@ settings.register_profile(
 settings.load_profile("fastps")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what takes long, so that no processor waits for it in the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes long, so that no processor waits for it in the end.
+
+    With -x the order is that of the command, where the quickest may come first.
+    """
+    if config.getoption("maxfail") == 1:
+        return
 
     def place(item: pytest.Item) -> tuple[bool, bool, bool]:
         folder, is_long = item.path.parent.name, item.path.name in LONG_FILES
