@@ -29,7 +29,7 @@ from fastps.worker._engine import WorkerEngine
 from fastps.worker.handle import Array, Explain, OperationHandle, Waiting
 
 if TYPE_CHECKING:
-    from fastps.transport._shm import Mapping as Memory
+    from fastps.transport._link import Mapping as Memory
     from fastps.transport.shm import Arena
 
 LINE = 64  # window memory begins at a multiple of it

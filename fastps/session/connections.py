@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from fastps.reduce.codec._coder import Coder
     from fastps.server.dataplane import DataPlane
     from fastps.telemetry.recorder import Recorder
-    from fastps.transport._shm import Mapping
+    from fastps.transport._link import Mapping
 
 log = logging.getLogger(__name__)
 

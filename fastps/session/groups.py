@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fastps.session.join import JoinState
     from fastps.session.stall_watch import StallWatch
     from fastps.session.ways import RouteChecker
-    from fastps.transport._shm import Mapping
+    from fastps.transport._link import Mapping
     from fastps.transport.shm import Arena
 
 

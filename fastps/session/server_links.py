@@ -18,7 +18,7 @@ from fastps.config import Config
 from fastps.control.protocol import Job
 from fastps.errors import TransportError
 from fastps.transport import rdma
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import REMOTE_CREDIT_BYTES, choose_credit, dial, pack_lane
 from fastps.transport.tcp._transport import TcpTransport

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _base.pyx: credit that follows what a link needs. Called by who sends or returns credit.
+# Part of _link.pyx: credit that follows what a link needs. Called by who sends or returns credit.
 
 cdef double CREDIT_GAIN = 1.25  # times what is under way on an empty link: see read_gauge()
 cdef double GROWS_FROM = 1.125  # smaller changes are noise

@@ -1,17 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C side of the transport interface: link slots, frame headers, the owner's base class.
+"""Links between members: what owners see of them, and what all transports do in the same way.
 
-See _link.pxd for the contract. Nothing here opens a socket or starts a thread.
+_link.pxd is the contract between owners and transports. Pieces, in the order of include:
+_credit_control (credit that follows a link's rate), _io_thread (threads, queues, credit, ends),
+_inproc (links within one process), _mapping (memory that processes share).
 """
 
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from libc.errno cimport EINVAL, ETIMEDOUT, errno
+from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 from posix.unistd cimport usleep
 
-from fastps._core cimport E_PROTOCOL, OK, crc32c
-from fastps.native.atomic cimport fps_add32, fps_fence, fps_load32, fps_load_ptr, fps_store_ptr
+from fastps._core cimport (
+    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, PROBE_LINK_RECV,
+    PROBE_LINK_SEND, QueueStats, crc32c, deadline_of, now_ns, probe_hit, queue_close,
+    queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait, queue_push,
+    queue_set_credit, queue_stats, thread_create, thread_join, tracing,
+)
+from fastps.native.atomic cimport (
+    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_load_ptr, fps_store32,
+    fps_store64, fps_store_ptr, fps_swap32,
+)
+from fastps.native.copy cimport fps_copy
+from fastps.native.posix cimport (
+    EFD_CLOEXEC, EFD_NONBLOCK, EPOLLET, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, close,
+    epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd, getpid, pthread_mutex_destroy,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
+)
 from fastps.transport.frame cimport (
-    FLAG_BROADCAST, HEADER_BYTES, KIND_PUSH, KIND_WINDOW, MAGIC, PROTOCOL_VERSION,
+    FLAG_BROADCAST, HEADER_BYTES, KIND_BYE, KIND_PUSH, KIND_WINDOW, MAGIC, PROTOCOL_VERSION,
+    Header,
 )
 
+import os
+
+from fastps.errors import TransportError, TransportTimeout
 
 cdef enum:
     CHECKED_BYTES = HEADER_BYTES - 4    # what the checksum covers
@@ -86,3 +112,9 @@ cdef class LinkOwner:
 
     cdef int c_attach(self, Link* link) except -1:
         return 0
+
+
+include "_credit_control.pxi"
+include "_io_thread.pxi"
+include "_inproc.pxi"
+include "_mapping.pxi"

@@ -32,7 +32,7 @@ from pathlib import Path
 from fastps.errors import AuthError, TransportError, TransportTimeout
 from fastps.security.handshake import ClientHandshake, Purpose, ServerHandshake
 from fastps.transport import sockets
-from fastps.transport._shm import Block, Mapping
+from fastps.transport._link import Block, Mapping
 
 log = logging.getLogger(__name__)
 

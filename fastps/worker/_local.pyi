@@ -2,7 +2,7 @@
 from collections.abc import Sequence
 from typing import Self, final
 
-from fastps.transport._shm import Mapping
+from fastps.transport._link import Mapping
 from fastps.transport.pipe._transport import PipeTransport
 from fastps.transport.shm import Arena
 

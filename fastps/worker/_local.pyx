@@ -46,7 +46,7 @@ from fastps.native.posix cimport (
     pthread_mutex_lock, pthread_mutex_unlock, sched_getaffinity, sched_getcpu, sched_setaffinity,
     sched_yield, syscall,
 )
-from fastps.transport._shm cimport Mapping
+from fastps.transport._link cimport Mapping
 from fastps.transport.frame cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
 from fastps.worker._stage cimport OWES, SHARED, SPEAKS, Part, Record, Stage, stage_done

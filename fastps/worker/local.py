@@ -18,8 +18,7 @@ from fastps.config import Config
 from fastps.config.cpu_list import parse_cpu_list
 from fastps.errors import TransportError
 from fastps.transport import shm
-from fastps.transport._link import LinkOwner
-from fastps.transport._shm import Block, Mapping
+from fastps.transport._link import Block, LinkOwner, Mapping
 from fastps.transport.pipe.ptrace import choose_root, list_ancestors
 from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine

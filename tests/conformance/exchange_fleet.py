@@ -9,8 +9,7 @@ from collections.abc import Mapping as Owners
 
 from fastps.collectives._exchange import Exchange
 from fastps.transport import shm
-from fastps.transport._link import LinkOwner
-from fastps.transport._shm import Mapping
+from fastps.transport._link import LinkOwner, Mapping
 from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
 from fastps.worker._engine import WorkerEngine
 

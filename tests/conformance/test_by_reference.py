@@ -20,7 +20,7 @@ from fastps.contract.contract import cast_of
 from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor

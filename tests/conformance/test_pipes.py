@@ -15,7 +15,7 @@ from transport_nets import IN_ORDER, OPEN, PEER_LOST, collect, outcome, payload_
 from aids.mailbox import Mailbox
 from fastps.errors import FastPSError, PeerLostError, StallError
 from fastps.transport import shm
-from fastps.transport._shm import Mapping
+from fastps.transport._link import Mapping
 from fastps.transport.pipe._transport import PipeTransport, pipe_memory_bytes
 
 CHUNK = 64 << 10

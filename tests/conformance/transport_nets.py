@@ -12,8 +12,7 @@ from typing import Any
 from aids.mailbox import Mailbox, Parcel
 from fastps.errors import StallError
 from fastps.transport import sockets
-from fastps.transport._link import LinkOwner
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport, LinkOwner
 from fastps.transport.tcp._transport import TcpTransport
 
 TIMEOUT_S = 60.0  # nothing here takes a second; a loaded machine may need some

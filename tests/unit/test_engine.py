@@ -17,7 +17,7 @@ from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
 from fastps.control.protocol import DeclaredTensor
 from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownError, StallError
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor

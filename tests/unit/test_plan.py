@@ -19,8 +19,7 @@ from fastps._core import BufferPool
 from fastps.contract.contract import cast_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
-from fastps.transport._link import LinkOwner
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport, LinkOwner
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._tensor import PlannedTensor

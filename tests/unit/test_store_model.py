@@ -22,7 +22,7 @@ from fastps.contract.contract import cast_of
 from fastps.errors import StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport
 from fastps.types import DType
 
 TIMEOUT_S = 60.0

@@ -12,7 +12,7 @@ from fastps.collectives._exchange import Exchange
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.reduce import reduce_kernel
 from fastps.topology import Topology
-from fastps.transport.inproc._transport import InprocTransport
+from fastps.transport._link import InprocTransport
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker._engine import WorkerEngine
 

@@ -2,8 +2,7 @@
 from collections.abc import Sequence
 from typing import Self, final
 
-from fastps.transport._link import LinkOwner
-from fastps.transport._shm import Mapping
+from fastps.transport._link import LinkOwner, Mapping
 
 def pipe_memory_bytes(n: int) -> int: ...
 

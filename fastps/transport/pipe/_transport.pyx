@@ -35,9 +35,9 @@ from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from fastps.transport._link cimport (
-    LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, SendItem, header_check, header_seal, turn_of,
+    LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, Mapping, SendItem, header_check, header_seal,
+    turn_of,
 )
-from fastps.transport._shm cimport Mapping
 from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 
 cdef extern from "<sys/prctl.h>" nogil:

@@ -3,8 +3,7 @@ from typing import Any, Self, final
 
 from typing_extensions import disjoint_base
 
-from fastps.transport._base import BaseTransport
-from fastps.transport._link import LinkOwner
+from fastps.transport._link import BaseTransport, LinkOwner
 
 @disjoint_base
 class VerbsDevice:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RDMA links: reliable queue pairs driven by I/O threads that never take the GIL themselves.
 
-Theory of operation. Threads, queues, credit and ends are the base's (_base.pyx), and so is what
-becomes of a frame that its owner puts off. A link is a queue pair and the authenticated TCP
+Theory of operation. Threads, queues, credit and ends are the base's (_io_thread.pxi), and so is
+what becomes of a frame that its owner puts off. A link is a queue pair and the authenticated TCP
 connection over which its two ends told each other how to reach it. A message goes each way before
 the owner gets the link, so that a fabric that carries nothing is found out while TCP can still
 take its place. The connection stays open and carries nothing more: its end is the news that the
@@ -63,14 +63,11 @@ from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
     pthread_mutex_unlock, recv, send, shutdown,
 )
-from fastps.transport._base cimport (
-    BaseLink, BaseTransport, IoThread, LinkOps, ask_landing, attach_link, begin_close, deliver,
-    end_status, enqueue, free_link, give_back, init_link, kick_io, list_kicked, list_link,
-    name_link, next_item, settle, wake_io, watch, write_header,
-)
 from fastps.transport._link cimport (
-    LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY, WITHDRAW_PLACES, Link, LinkOwner, Owner,
-    SendItem, header_check, header_seal,
+    LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY, WITHDRAW_PLACES, BaseLink, BaseTransport,
+    IoThread, Link, LinkOps, LinkOwner, Owner, SendItem, ask_landing, attach_link, begin_close,
+    deliver, end_status, enqueue, free_link, give_back, header_check, header_seal, init_link,
+    kick_io, list_kicked, list_link, name_link, next_item, settle, wake_io, watch, write_header,
 )
 from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import Self, final
 
-from fastps.transport._base import BaseTransport
-from fastps.transport._link import LinkOwner
+from fastps.transport._link import BaseTransport, LinkOwner
 
 @final
 class TcpTransport(BaseTransport):

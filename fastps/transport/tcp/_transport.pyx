@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """TCP links: a fixed number of I/O threads that never take the GIL.
 
-Theory of operation. Threads, queues, credit and ends are the base's (_base.pyx). Whoever queues an
-item may also write it (KICK_INLINE, KICK_FULL), guarded by the link's send lock; what the socket
-does not take is left to the I/O thread, which is woken by EPOLLOUT. Up to MAX_FRAMES headers and
-payloads leave in one gathered write, straight from the owner's memory. Arriving headers and small
-payloads are read many at a time into a staging area; the rest of a large payload is read straight
-to where it lands, together with the header behind it.
+Theory of operation. _io_thread.pxi has threads, queues, credit and ends. The thread that queues
+an item may also write it (KICK_INLINE, KICK_FULL), under the link's send lock. The I/O thread,
+woken by EPOLLOUT, writes what the socket did not take. Up to MAX_FRAMES headers and payloads leave
+in one gathered write, straight from the owner's memory. Headers and small payloads are received
+many at a time into a staging area. The rest of a large payload is received at its destination, by
+the same system call as the header behind it.
 
-While a frame waits for its owner the link is deaf: its socket is not read, and the peer stops when
-that is full. Epoll then tells by edges, so that a peer that hangs up meanwhile wakes nobody twice.
+While a frame waits for its owner, reading is paused; the peer stops sending when the socket is
+full. Epoll is edge-triggered then, so that a peer that hangs up wakes the thread only once.
 
-The kernel knows no urgency: what it has taken, and what a write has committed to, goes first. On
-links to other machines both are as short as keeps them busy (follow_pace()).
+The kernel knows no priorities: bytes that it has taken, and those of a write under way, go first.
+On links to other machines both are kept as short as the link's rate allows (follow_pace()).
 
 Invariants. Only the I/O thread reads. send_lock guards everything named send_*, what epoll is
 asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
@@ -34,13 +34,11 @@ from fastps.native.posix cimport (
     MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, shutdown,
 )
-from fastps.transport._base cimport (
-    BaseLink, BaseTransport, IoThread, LinkOps, ask_landing, attach_link, deliver, end_status,
-    enqueue, free_link, frame_bytes, give_back, init_link, kick_io, list_link, name_link,
-    next_item, settle, watch, write_header,
-)
 from fastps.transport._link cimport (
-    KICK_FULL, KICK_INLINE, KICK_WAKE, Link, LinkOwner, SendItem, header_check,
+    KICK_FULL, KICK_INLINE, KICK_WAKE, BaseLink, BaseTransport, IoThread, Link, LinkOps, LinkOwner,
+    SendItem, ask_landing, attach_link, deliver, end_status, enqueue, frame_bytes, free_link,
+    give_back, header_check, init_link, kick_io, list_link, name_link, next_item, settle, watch,
+    write_header,
 )
 from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 

@@ -1,54 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of links: threads, queues, credit and ends, the same for every transport.
-
-Theory of operation. Each link belongs to one I/O thread, which sleeps in epoll until something
-came or somebody kicked a link: then the transport serves it. A transport is a table of what it
-does in its own way (LinkOps); a link is its struct, which begins with a BaseLink.
-
-An item goes out frame by frame: after each, what is left of it queues again, so that a more
-urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds what
-was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two workers
-that push different tensors first would each wait for the other's credit, so a link that has been
-out of credit for some time, STARVED_NS or longer on a slow link, borrows some, and pays back from
-the credit that comes later. Tensors of different priorities need no loans: only what is at least
-as urgent as an item counts against its credit, so all workers get to send the most urgent one.
-
-An owner that is not ready for a frame puts it off (E_TIMEOUT): the frame stays where it is, and
-what came behind it on this link. The thread serves its other links, and this one sends. The owner
-is asked again at once for EAGER_NS, then with every timer, and after WAITING_NS the link ends.
-
-Invariants. Only the I/O thread calls landing, adopt, deliver and closed, ends links and closes
-their descriptors. io.lock guards the lists of links and of kicked links. A link is freed at the
-end of the turn in which it ended, when no event can name it. Lock order: a transport's, then
-io.lock.
-"""
-
-cimport cython
-from libc.errno cimport ETIMEDOUT, errno
-from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
-
-from fastps._core cimport (
-    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, QueueStats,
-    deadline_of, now_ns, queue_close, queue_create, queue_credit_return, queue_free, queue_lend,
-    queue_pop_nowait, queue_push, queue_set_credit, queue_stats, thread_create, thread_join,
-    tracing,
-)
-from fastps.native.atomic cimport (
-    fps_add32, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64, fps_swap32,
-)
-from fastps.native.posix cimport (
-    EFD_CLOEXEC, EFD_NONBLOCK, EPOLLET, EPOLLIN, EPOLL_CLOEXEC, EPOLL_CTL_ADD, close,
-    epoll_create1, epoll_ctl, epoll_event, epoll_wait, eventfd, pthread_mutex_destroy,
-    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, sched_yield, write,
-)
-from fastps.transport._link cimport (
-    Link, LinkOwner, LinkStats, Owner, SendItem, header_seal, turn_of,
-)
-from fastps.transport.frame cimport KIND_BYE, Header
-
-from fastps.errors import TransportError, TransportTimeout
+# Part of _link.pyx.
+#
+# The base of links: threads, queues, credit and ends, the same for every transport.
+#
+# Theory of operation. Each link belongs to one I/O thread, which sleeps in epoll until something
+# came or somebody kicked a link: then the transport serves it. A transport is a table of what it
+# does in its own way (LinkOps); a link is its struct, which begins with a BaseLink.
+#
+# An item goes out frame by frame: after each, what is left of it queues again, so that a more
+# urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds what
+# was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two
+# workers that push different tensors first would each wait for the other's credit, so a link that
+# has been out of credit for some time, STARVED_NS or longer on a slow link, borrows some, and pays
+# back from the credit that comes later. Tensors of different priorities need no loans: only what
+# is at least as urgent as an item counts against its credit, so all workers get to send the most
+# urgent one.
+#
+# An owner that is not ready for a frame puts it off (E_TIMEOUT): the frame stays where it is, and
+# what came behind it on this link. The thread serves its other links, and this one sends. The
+# owner is asked again at once for EAGER_NS, then with every timer, and after WAITING_NS the link
+# ends.
+#
+# Invariants. Only the I/O thread calls landing, adopt, deliver and closed, ends links and closes
+# their descriptors. io.lock guards the lists of links and of kicked links. A link is freed at the
+# end of the turn in which it ended, when no event can name it. Lock order: a transport's, then
+# io.lock.
 
 cdef enum:
     BULK_BYTES = 64 << 10       # bytes in one turn from which an I/O thread does not spin after it
@@ -108,9 +84,6 @@ cdef BaseLink* pop_kicked(IoThread* io) noexcept nogil:
         fps_store32(&link.is_kicked, 0)
     pthread_mutex_unlock(&io.lock)
     return link
-
-
-include "_credit_control.pxi"
 
 
 # ---------------------------------------------------------------- what owners call

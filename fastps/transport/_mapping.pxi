@@ -1,23 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that several processes map: a mapping of a descriptor, and blocks of it for arrays.
-
-Knows addresses and lengths; shm.py decides where they come from. A Mapping stays as long as
-anything refers to it: blocks refer to theirs, so an array outlives the session that made it.
-Fields are read and written with the GIL.
-"""
-
-cimport cython
-from cpython.buffer cimport PyBuffer_FillInfo
-from libc.stdint cimport uint64_t, uintptr_t
-
-from fastps.native.posix cimport getpid
-
-import os
-
-cdef extern from "<errno.h>" nogil:
-    int errno
-    enum:
-        EINVAL
+# Part of _link.pyx.
+#
+# Memory that several processes map: a mapping of a descriptor, and blocks of it for arrays.
+#
+# Knows addresses and lengths; shm.py decides where they come from. A Mapping stays as long as
+# anything refers to it: blocks refer to theirs, so an array outlives the session that made it.
+# Fields are read and written with the GIL.
 
 cdef extern from "<sys/mman.h>" nogil:
     enum:

@@ -1,42 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links within one process: the transport interface with memcpy in place of a network.
-
-For a server in a worker's process, and for tests of owners. Theory of operation. connect() makes
-a pair of links, each the other's twin, with one I/O thread. Threads, queues, credit and ends are
-the base's (_base.pyx). The thread takes items off both queues, asks the twin's owner where each
-frame lands, copies it there and delivers it; nobody else copies. Credit is a hard bound here, so
-what an owner under test sees is exact. A frame that its owner puts off stays the current one.
-
-By reference. A pair may hand what is pushed to an owner that can adopt it without a copy: the
-bytes stay in the sender's memory, which the owner reads when it sums. An item is `sent` when its
-last frame was handed on, which does not say that nobody reads it any more; the result does (see
-adopt in _link.pxd). A worker's engine gives memory back when both have come, and the end of a
-link gives up both: the owner that adopted is told first, and lets go of the memory before it
-returns from `closed`; only then the sender's items come back and it is told.
-
-Invariants. Both links of a pair end together, and are freed together.
-"""
-
-cimport cython
-from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
-
-from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK,
-    probe_hit,
-)
-from fastps.native.atomic cimport fps_cas32, fps_load32
-from fastps.native.copy cimport fps_copy
-from fastps.transport._base cimport (
-    BaseLink, BaseTransport, IoThread, LinkOps, ask_adopt, ask_landing, attach_link, deliver,
-    enqueue, free_link, give_back, init_link, kick_io, list_link, name_link, next_item, settle,
-    write_header,
-)
-from fastps.transport._link cimport LINK_BY_REFERENCE, LinkOwner, SendItem, header_check
-from fastps.transport.frame cimport HEADER_BYTES, KIND_PUSH, Header
+# Part of _link.pyx.
+#
+# Links within one process: the transport interface with memcpy in place of a network.
+#
+# For a server in a worker's process, and for tests of owners. Theory of operation. connect() makes
+# a pair of links, each the other's twin, with one I/O thread. Threads, queues, credit and ends are
+# the base's (_io_thread.pxi). The thread takes items off both queues, asks the twin's owner where
+# each frame lands, copies it there and delivers it; nobody else copies. Credit is a hard bound
+# here, so what an owner under test sees is exact. A frame that its owner puts off stays the
+# current one.
+#
+# By reference. A pair may hand what is pushed to an owner that can adopt it without a copy: the
+# bytes stay in the sender's memory, which the owner reads when it sums. An item is `sent` when its
+# last frame was handed on, which does not say that nobody reads it any more; the result does (see
+# adopt in _link.pxd). A worker's engine gives memory back when both have come, and the end of a
+# link gives up both: the owner that adopted is told first, and lets go of the memory before it
+# returns from `closed`; only then the sender's items come back and it is told.
+#
+# Invariants. Both links of a pair end together, and are freed together.
 
 cdef enum:
-    QUEUE_HINT = 64             # items that a queue holds before it grows
+    INPROC_QUEUE_HINT = 64      # items that a queue holds before it grows
     TURN_BYTES = 1 << 20        # bytes moved in one direction before the other pairs have a turn
 
 cdef struct InprocLink:
@@ -153,12 +137,12 @@ cdef void inproc_event(IoThread* io, uint64_t what, uint32_t events) noexcept no
     """Nothing is watched."""
 
 
-cdef LinkOps OPS
-OPS.name = b"inproc"
-OPS.serve = inproc_serve
-OPS.stop = inproc_stop
-OPS.release = inproc_release
-OPS.event = inproc_event
+cdef LinkOps INPROC_OPS
+INPROC_OPS.name = b"inproc"
+INPROC_OPS.serve = inproc_serve
+INPROC_OPS.stop = inproc_stop
+INPROC_OPS.release = inproc_release
+INPROC_OPS.event = inproc_event
 
 
 # ---------------------------------------------------------------- Python face
@@ -172,7 +156,7 @@ cdef InprocLink* make_pair(IoThread* io, uint64_t credit_bytes) noexcept nogil:
     ends.is_first = True
     for i in range(2):
         ends[i].twin = &ends[1 - i]
-        status |= init_link(&ends[i].base, &OPS, io, credit_bytes, QUEUE_HINT)
+        status |= init_link(&ends[i].base, &INPROC_OPS, io, credit_bytes, INPROC_QUEUE_HINT)
     if status == OK:
         return ends
     free_link(&ends[0].base)
@@ -189,7 +173,7 @@ cdef class InprocTransport(BaseTransport):
     """
 
     def __cinit__(self, *, int io_threads=1):
-        self.make_threads(io_threads, 0, &OPS)
+        self.make_threads(io_threads, 0, &INPROC_OPS)
         self.start_threads()
 
     def connect(self, LinkOwner owner_a, uint32_t peer_for_a, LinkOwner owner_b,
