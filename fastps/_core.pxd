@@ -50,7 +50,6 @@ cdef int completion_wait_signals(Completion* c, int64_t deadline_ns, int64_t spi
 cdef struct QueueStats:
     uint64_t pushed
     uint64_t popped
-    uint64_t max_depth
     uint64_t depth
     uint64_t credit_used    # bytes popped and not yet returned
     uint64_t credit_lent    # of these, how many do not count for now
@@ -217,7 +216,7 @@ cdef class HugePages:
     cdef const char* first      # what is left alone: from here
     cdef const char* end        # to here
     cdef readonly uint64_t bytes_gathered
-    cdef void saw(self, const char* start, uint64_t nbytes) noexcept
+    cdef void note_use(self, const char* start, uint64_t nbytes) noexcept
 
 # ---- faces: what Python sees of the parts above; fields with the GIL ----
 cdef struct PulseState          # opaque: descriptor, payload, how far it is written

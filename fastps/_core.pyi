@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, final
+from typing import NamedTuple, Self, final
 
 __all__ = [
     "BufferPool",
@@ -76,7 +76,6 @@ class CopyPool:
 class HugePages:
     bytes_gathered: int
     def __init__(self, first: int = 0, nbytes: int = 0) -> None: ...
-    def see(self, array: Any) -> None: ...
 
 def arm_fault(spec: str) -> None: ...
 def clock_ns() -> int: ...

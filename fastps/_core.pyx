@@ -42,7 +42,6 @@ After fork the child owns none of this: no thread of ours runs there, slabs are 
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from libc.math cimport isnan
@@ -62,7 +61,8 @@ from posix.unistd cimport _exit, close, getpid, write
 
 from fastps.native._floats cimport fps_floats, fps_floats_enter
 from fastps.native.atomic cimport (
-    fps_add32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
+    fps_add32, fps_add64, fps_cas32, fps_cas64, fps_fence, fps_load32, fps_load64, fps_store32,
+    fps_store64, fps_swap32,
 )
 from fastps.native.copy cimport fps_copy
 from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake

@@ -603,7 +603,7 @@ cdef class Exchange(LinkOwner):
     cdef int prepare(self, Py_buffer* view) except -1:
         """Make a long array fit for its ways."""
         if self.pages is not None:
-            self.pages.saw(<char*>view.buf, view.len)
+            self.pages.note_use(<char*>view.buf, view.len)
         if self.pin is not None:
             self.pin(<object>view.obj)
         return 0

@@ -46,12 +46,12 @@ cdef class Pulse:
     @property
     def is_alive(self) -> bool:
         """Whether beats are still written: neither stopped nor ended by an error."""
-        return load32(&self.state.error) == 0 and not completion_is_done(&self.state.stop)
+        return fps_load32(&self.state.error) == 0 and not completion_is_done(&self.state.stop)
 
     @property
     def errno(self) -> int:
         """Error number that ended the pulse, or 0."""
-        return load32(&self.state.error)
+        return fps_load32(&self.state.error)
 
     def stop(self, *, double timeout_s=5.0) -> None:
         """End the pulse and wait for its thread; StallError when it lives on. Idempotent."""

@@ -59,14 +59,7 @@ cdef class HugePages:
         self.first = <const char*>first
         self.end = self.first + nbytes
 
-    def see(self, array):
-        """Do what is done for a C-contiguous array that an operation begins with."""
-        cdef Py_buffer view
-        PyObject_GetBuffer(array, &view, PyBUF_SIMPLE)
-        self.saw(<const char*>view.buf, view.len)
-        PyBuffer_Release(&view)
-
-    cdef void saw(self, const char* start, uint64_t nbytes) noexcept:
+    cdef void note_use(self, const char* start, uint64_t nbytes) noexcept:
         cdef uint64_t page = <uintptr_t>start / PAGE_BYTES
         cdef Seen* seen = &self.seen[(page ^ page >> 9) & (SEEN_ARRAYS - 1)]
         if nbytes < LEAST_BYTES or self.first <= start < self.end:

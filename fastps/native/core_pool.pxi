@@ -301,12 +301,12 @@ cdef Pool* pool_create(uint64_t limit_bytes, uint64_t slab_bytes) noexcept nogil
     pool.limit_bytes = limit_bytes
     pool.slab_bytes = round_up(slab_bytes, HUGE_PAGE_BYTES)
     watch_fork()
-    pool.generation = load32(&fork_generation)
+    pool.generation = fps_load32(&fork_generation)
     return pool
 
 
 cdef inline bint pool_is_ours(Pool* pool) noexcept nogil:
-    return pool.generation == load32(&fork_generation)
+    return pool.generation == fps_load32(&fork_generation)
 
 
 cdef void* pool_loan(Pool* pool, uint64_t nbytes) noexcept nogil:

@@ -19,13 +19,13 @@ memset(&armed_fault, 0, sizeof(armed_fault))
 
 
 cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil:
-    if unlikely(peek32(&armed_fault.point) == point):
+    if unlikely(fps_load32(&armed_fault.point) == point):
         fault_count_hit()
 
 
 cdef void fault_count_hit() noexcept nogil:
     cdef timespec pause
-    if add32(&armed_fault.hits_left, -1) != 0:
+    if fps_add32(&armed_fault.hits_left, -1) != 0:
         return
     if armed_fault.action == ACTION_KILL:
         kill(getpid(), SIGKILL)
@@ -67,7 +67,7 @@ def arm_fault(spec: str) -> None:
     this process), ``stop`` (SIGSTOP), ``delay<ms>``, ``exit<code>``. ConfigError when it does
     not parse.
     """
-    store32(&armed_fault.point, PROBE_NONE)
+    fps_store32(&armed_fault.point, PROBE_NONE)
     if not spec:
         return
     match = _FAULT_SPEC.fullmatch(spec)
@@ -79,4 +79,4 @@ def arm_fault(spec: str) -> None:
     armed_fault.action = _FAULT_ACTIONS[match[3] or match[4]]
     armed_fault.value = int(match[5] or 0)
     armed_fault.hits_left = int(match[2])
-    store32(&armed_fault.point, _FAULT_POINTS[match[1]])
+    fps_store32(&armed_fault.point, _FAULT_POINTS[match[1]])

@@ -78,23 +78,18 @@ cdef int queue_push(
 ) noexcept nogil:
     cdef QueueNode node
     cdef int status
-    cdef bint must_wake
     node.priority = priority
     node.key = key
     node.nbytes = nbytes
     node.item = item
     pthread_mutex_lock(&q.mutex)
     status = queue_insert(q, &node)
-    must_wake = q.sleepers > 0 and queue_may_pop(q)
-    pthread_mutex_unlock(&q.mutex)
-    if must_wake:
-        pthread_cond_signal(&q.may_pop)
+    queue_unlock(q)
     return status
 
 
 cdef int queue_pop(Queue* q, void** item, int64_t deadline_ns) noexcept nogil:
     cdef timespec deadline
-    cdef bint must_wake
     cdef bint is_late = False
     pthread_mutex_lock(&q.mutex)
     cdef int status = queue_take(q, item)
@@ -107,11 +102,7 @@ cdef int queue_pop(Queue* q, void** item, int64_t deadline_ns) noexcept nogil:
         is_late = pthread_cond_timedwait(&q.may_pop, &q.mutex, &deadline) != 0
         q.sleepers -= 1
         status = queue_take(q, item)
-    # Several items may have become free by one signal: pass it on.
-    must_wake = status == OK and q.sleepers > 0 and queue_may_pop(q)
-    pthread_mutex_unlock(&q.mutex)
-    if must_wake:
-        pthread_cond_signal(&q.may_pop)
+    queue_unlock(q)     # one signal may have freed several items: pass it on
     return status
 
 
@@ -132,29 +123,20 @@ cdef void queue_credit_return(Queue* q, int64_t priority, uint64_t nbytes) noexc
     q.stats.credit_used -= nbytes
     q.stats.credit_lent -= min(q.stats.credit_lent, nbytes)
     levels_lower(q, priority, nbytes)
-    cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
-    pthread_mutex_unlock(&q.mutex)
-    if must_wake:
-        pthread_cond_signal(&q.may_pop)
+    queue_unlock(q)
 
 
 cdef void queue_lend(Queue* q, uint64_t nbytes) noexcept nogil:
     pthread_mutex_lock(&q.mutex)
     q.stats.credit_lent += min(nbytes, q.stats.credit_used - q.stats.credit_lent)
-    cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
-    pthread_mutex_unlock(&q.mutex)
-    if must_wake:
-        pthread_cond_signal(&q.may_pop)
+    queue_unlock(q)
 
 
 cdef void queue_set_credit(Queue* q, uint64_t credit_bytes) noexcept nogil:
     pthread_mutex_lock(&q.mutex)
     q.credit_bytes = credit_bytes
     q.total_bytes = total_of(credit_bytes)
-    cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
-    pthread_mutex_unlock(&q.mutex)
-    if must_wake:
-        pthread_cond_signal(&q.may_pop)
+    queue_unlock(q)
 
 
 cdef void queue_close(Queue* q) noexcept nogil:
@@ -172,6 +154,14 @@ cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil:
 
 
 # ---- with the mutex held ----
+cdef inline void queue_unlock(Queue* q) noexcept nogil:
+    # Wake one consumer if an item may go.
+    cdef bint must_wake = q.sleepers > 0 and queue_may_pop(q)
+    pthread_mutex_unlock(&q.mutex)
+    if must_wake:
+        pthread_cond_signal(&q.may_pop)
+
+
 cdef inline bint queue_may_pop(Queue* q) noexcept nogil:
     # A closed queue drains without credit: its owner must get every item back.
     cdef uint64_t held
@@ -274,7 +264,6 @@ cdef inline int queue_insert(Queue* q, QueueNode* node) noexcept nogil:
     heap_rise(q.heap, q.stats.depth, node[0])
     q.stats.pushed += 1
     q.stats.depth += 1
-    q.stats.max_depth = max(q.stats.max_depth, q.stats.depth)
     count(COUNT_ITEMS, 1)
     return OK
 

@@ -3,25 +3,11 @@
 
 cdef extern from * nogil:
     """
-    #include <sched.h>
     #include <string.h>
 
     #ifndef FASTPS_DEBUG
     #define FASTPS_DEBUG 0
     #endif
-
-    /* Atomics of any integer width; Cython has no spelling for the compiler's builtins. */
-    #define fastps_load(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
-    #define fastps_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
-    #define fastps_peek(p) __atomic_load_n((p), __ATOMIC_RELAXED)
-    #define fastps_exchange(p, v) __atomic_exchange_n((p), (v), __ATOMIC_ACQ_REL)
-    #define fastps_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_ACQ_REL)
-    #define fastps_unlikely(x) __builtin_expect(!!(x), 0)
-
-    static inline int fastps_swap_if(int32_t *p, int32_t old, int32_t new_value) {
-        return __atomic_compare_exchange_n(p, &old, new_value, 0, __ATOMIC_ACQ_REL,
-                                           __ATOMIC_ACQUIRE);
-    }
 
     /* Debug builds count what is alive; release builds compile the calls away. */
     enum { COUNT_COMPLETIONS, COUNT_OVERDONE, COUNT_ITEMS, COUNT_QUEUES, COUNT_OVERCREDIT,
@@ -72,15 +58,7 @@ cdef extern from * nogil:
     #define fastps_crc(p, n) fastps_crc_portable((p), (n))
     #endif
     """
-    int32_t load32 "fastps_load"(const int32_t*)
-    int64_t load64 "fastps_load"(const int64_t*)
-    void store32 "fastps_store"(int32_t*, int32_t)
-    int32_t peek32 "fastps_peek"(const int32_t*)
-    int32_t exchange32 "fastps_exchange"(int32_t*, int32_t)
-    int32_t add32 "fastps_add"(int32_t*, int32_t)
-    int64_t add64 "fastps_add"(int64_t*, int64_t)
-    bint swap_if32 "fastps_swap_if"(int32_t*, int32_t, int32_t)
-    bint unlikely "fastps_unlikely"(bint)
+    bint unlikely(bint)         # for the compiler; a macro of Cython
     void count "fastps_count"(int, int)
     int64_t counted "fastps_counted"(int)
     uint32_t crc_fastest "fastps_crc"(const uint8_t*, uint64_t)
@@ -141,13 +119,13 @@ cdef void completion_reset(Completion* c, int64_t parts) noexcept nogil:
     c.pending = parts
     if parts > 0:
         count(COUNT_COMPLETIONS, 1)
-    store32(&c.word, WORD_PENDING if parts > 0 else WORD_DONE)
+    fps_store32(&c.word, WORD_PENDING if parts > 0 else WORD_DONE)
 
 
 cdef void completion_part_done(Completion* c, int status) noexcept nogil:
     if status != OK:
-        swap_if32(&c.status, OK, status)
-    cdef int64_t left = add64(&c.pending, -1)
+        fps_cas32(&c.status, OK, status)
+    cdef int64_t left = fps_add64(&c.pending, -1)
     if left > 0:
         return
     if unlikely(left < 0):
@@ -156,12 +134,12 @@ cdef void completion_part_done(Completion* c, int status) noexcept nogil:
     count(COUNT_COMPLETIONS, -1)
     # From here on a waiter may free *c. The wake below passes only its address: at worst the
     # kernel wakes a stranger spuriously, which every futex user must bear.
-    if exchange32(&c.word, WORD_DONE) == WORD_SLEEPERS:
+    if fps_swap32(&c.word, WORD_DONE) == WORD_SLEEPERS:
         fps_wake(&c.word, FPS_ALL, FPS_ANYBODY, FPS_OWN)
 
 
 cdef bint completion_is_done(Completion* c) noexcept nogil:
-    return load32(&c.word) == WORD_DONE
+    return fps_load32(&c.word) == WORD_DONE
 
 
 cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) noexcept nogil:
@@ -172,7 +150,7 @@ cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) no
     while not completion_is_done(c):
         if now_ns() >= deadline_ns:
             return E_TIMEOUT
-        swap_if32(&c.word, WORD_PENDING, WORD_SLEEPERS)
+        fps_cas32(&c.word, WORD_PENDING, WORD_SLEEPERS)
         fps_sleep(&c.word, WORD_SLEEPERS, deadline_ns, FPS_ANYBODY, FPS_OWN)
     return OK
 

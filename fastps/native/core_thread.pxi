@@ -63,16 +63,16 @@ cdef Thread* thread_create(
     snprintf(t.name, NAME_BYTES, "fastps:%s:%d", stage, index)
     t.fn = fn
     t.arg = arg
-    t.generation = load32(&fork_generation)
+    t.generation = fps_load32(&fork_generation)
     pthread_mutex_lock(&placement_mutex)
     t.placement = default_placement
     pthread_mutex_unlock(&placement_mutex)
     completion_reset(&t.ready, 1)
     completion_reset(&t.ended, 1)
     watch_fork()
-    add32(&alive_threads, 1)
+    fps_add32(&alive_threads, 1)
     if thread_launch(t) != 0:
-        add32(&alive_threads, -1)
+        fps_add32(&alive_threads, -1)
         completion_part_done(&t.ready, E_SYS)
         completion_part_done(&t.ended, E_SYS)
         free(t)
@@ -106,13 +106,13 @@ cdef void* thread_main(void* arg) noexcept nogil:
     fps_floats_enter(&inherited)
     completion_part_done(&t.ready, OK)
     t.fn(t.arg)
-    add32(&alive_threads, -1)
+    fps_add32(&alive_threads, -1)
     completion_part_done(&t.ended, OK)      # the joiner may free t now
     return NULL
 
 
 cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil:
-    if t.generation != load32(&fork_generation):
+    if t.generation != fps_load32(&fork_generation):
         free(t)
         return OK
     if completion_wait(&t.ended, deadline_ns, 0) != OK:
@@ -125,7 +125,7 @@ cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil:
 
 
 cdef int threads_alive() noexcept nogil:
-    return load32(&alive_threads)
+    return fps_load32(&alive_threads)
 
 
 cdef int thread_pin(const Placement* placement) noexcept nogil:
@@ -146,15 +146,15 @@ cdef int thread_pin(const Placement* placement) noexcept nogil:
 
 
 cdef void watch_fork() noexcept nogil:
-    if swap_if32(&watches_fork, 0, 1):
+    if fps_cas32(&watches_fork, 0, 1):
         pthread_atfork(NULL, NULL, forget_threads)
 
 
 cdef void forget_threads() noexcept nogil:
     # Runs in a forked child, where no thread of ours exists; one may have held the mutex.
     pthread_mutex_init(&placement_mutex, NULL)
-    store32(&alive_threads, 0)
-    add32(&fork_generation, 1)
+    fps_store32(&alive_threads, 0)
+    fps_add32(&fork_generation, 1)
 
 
 # ---- pulse: proof of life that no busy GIL can delay ----
@@ -169,7 +169,6 @@ cdef struct PulseState:     # owned by the Pulse object; freed after its thread 
     int64_t interval_ns
     uint64_t nbytes
     uint64_t cursor         # bytes of the current payload already written
-    uint64_t written        # whole payloads
     Completion stop         # done: end
     char payload[1]         # nbytes of them
 
@@ -224,10 +223,9 @@ cdef bint pulse_beat(PulseState* state) noexcept nogil:
     if sent < 0:
         if errno == EAGAIN or errno == EINTR:
             return True
-        store32(&state.error, errno)
+        fps_store32(&state.error, errno)
         return False
     state.cursor += sent
     if state.cursor == state.nbytes:
         state.cursor = 0
-        state.written += 1
     return True

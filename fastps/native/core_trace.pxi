@@ -103,7 +103,6 @@ cdef extern from * nogil:
     }
     #define fps_ring_first() __atomic_load_n(&fps_rings, __ATOMIC_ACQUIRE)
     #define fps_ring_dropped(r) __atomic_load_n(&(r)->dropped, __ATOMIC_ACQUIRE)
-    #define fps_flag_store(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
     """
     ctypedef struct Span "fps_span":
         int64_t began
@@ -125,7 +124,6 @@ cdef extern from * nogil:
     uint64_t ring_ready "fps_ring_ready"(Ring* ring, Span** first)
     void ring_done "fps_ring_done"(Ring* ring, uint64_t n)
     uint64_t ring_dropped "fps_ring_dropped"(Ring* ring)
-    void flag_store "fps_flag_store"(int32_t* flag, int32_t value)
     enum:
         RING_SPANS "FPS_RING_SPANS"
 
@@ -169,7 +167,7 @@ cdef bint write_all(DrainState* state, const char* data, uint64_t nbytes) noexce
     """Write, or end the trace."""
     cdef ssize_t count
     if nbytes > state.room:
-        flag_store(&tracing.is_on, 0)
+        fps_store32(&tracing.is_on, 0)
         return False
     state.room -= nbytes
     while nbytes:
@@ -179,7 +177,7 @@ cdef bint write_all(DrainState* state, const char* data, uint64_t nbytes) noexce
         if count < 0:
             state.error = errno
             state.room = 0
-            flag_store(&tracing.is_on, 0)
+            fps_store32(&tracing.is_on, 0)
             return False
         data += count
         nbytes -= <uint64_t>count
@@ -265,7 +263,7 @@ cdef class Drain:
         self.thread = thread_create(b"trace", 0, drain_main, &self.state)
         if self.thread == NULL:
             raise FastPSError("cannot start the thread of the trace; check `ulimit -u`")
-        flag_store(&tracing.is_on, 1)
+        fps_store32(&tracing.is_on, 1)
 
     @property
     def trouble(self):
@@ -284,7 +282,7 @@ cdef class Drain:
         cdef int status
         if self.thread == NULL:
             return
-        flag_store(&tracing.is_on, 0)
+        fps_store32(&tracing.is_on, 0)
         completion_part_done(&self.state.stop, OK)
         with nogil:
             status = thread_join(self.thread, deadline_of(JOIN_S))
@@ -294,7 +292,7 @@ cdef class Drain:
 
     def abandon(self):
         """Forget the thread in a forked child, where it is not."""
-        flag_store(&tracing.is_on, 0)
+        fps_store32(&tracing.is_on, 0)
         if self.thread != NULL:
             thread_join(self.thread, 0)
             self.thread = NULL

@@ -6,7 +6,9 @@ releases the GIL in the smallest block, calls the C function of _core.pxd and ma
 """
 
 cimport cython
-from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer,
+)
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t, uintptr_t
@@ -15,7 +17,7 @@ from libc.stdlib cimport free, malloc
 from fastps cimport _core
 from fastps._core cimport (
     E_LINK_TIMEOUT, E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
-    OK, BufferPool, Completion, Queue, QueueStats, Thread, completion_is_done,
+    OK, BufferPool, Completion, HugePages, Queue, QueueStats, Thread, completion_is_done,
     completion_part_done, completion_reset, completion_wait, completion_wait_signals,
     crc32c_portable, deadline_of, pooled_copy, pooled_fold, now_ns, probe_hit, queue_close,
     queue_create, queue_credit_return, queue_free, queue_lend, queue_pop, queue_pop_nowait,
@@ -55,7 +57,6 @@ class QueueStatistics(NamedTuple):
 
     pushed: int
     popped: int
-    max_depth: int
     depth: int
     credit_used: int
     credit_lent: int
@@ -143,7 +144,6 @@ cdef class ScheduledQueue:
         return QueueStatistics(
             pushed=stats.pushed,
             popped=stats.popped,
-            max_depth=stats.max_depth,
             depth=stats.depth,
             credit_used=stats.credit_used,
             credit_lent=stats.credit_lent,
@@ -450,3 +450,11 @@ def sum_coded(Coder coder not None, payloads, wire, scratch, *, int64_t divisor,
         places[<int>i] = bytes_of(one, &nbytes, False)
     with nogil:
         code_sum(&coder.code, 0, version, places, n, divisor, target, memory)
+
+
+def note_use(HugePages pages not None, array) -> None:
+    """Note a C-contiguous array that an operation begins with, as the exchange does."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(array, &view, PyBUF_SIMPLE)
+    pages.note_use(<const char*>view.buf, view.len)
+    PyBuffer_Release(&view)

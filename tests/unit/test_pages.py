@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aids.faces import note_use
 from fastps._core import HugePages, may_gather
 
 MIB = 1 << 20
@@ -40,7 +41,7 @@ def large(array: np.ndarray) -> int:
 
 def see(pages: HugePages, array: np.ndarray, times: int) -> None:
     for _ in range(times):
-        pages.see(array)
+        note_use(pages, array)
 
 
 @needs_kernel
@@ -93,7 +94,7 @@ def test_a_range_is_left_alone_and_others_are_not():
 def test_arrays_of_changing_places_are_never_gathered():
     array, pages = make(16 * MIB), HugePages()
     for length in range(4 * MIB, 8 * MIB, 4096):
-        pages.see(array[:length])
+        note_use(pages, array[:length])
     assert pages.bytes_gathered == 0
 
 

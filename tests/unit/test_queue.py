@@ -27,8 +27,7 @@ class ModelQueue:
         self.items: list[tuple[int, int, int, int]] = []
         self.is_closed = False
         self.out: Counter[int] = Counter()
-        self.pushed = self.popped = self.credit_lent = 0
-        self.max_depth = self.credit_stalls = 0
+        self.pushed = self.popped = self.credit_lent = self.credit_stalls = 0
 
     def push(self, priority: int, key: int, nbytes: int) -> int:
         if self.is_closed:
@@ -36,7 +35,6 @@ class ModelQueue:
         self.items.append((-priority, key, self.pushed, nbytes))
         self.items.sort()
         self.pushed += 1
-        self.max_depth = max(self.max_depth, len(self.items))
         return self.pushed - 1
 
     def pop_nowait(self) -> int:
@@ -75,7 +73,7 @@ class ModelQueue:
         self.credit_lent = min(self.credit_lent + nbytes, self.out.total())
 
     def statistics(self) -> tuple[int, ...]:
-        counts = (self.pushed, self.popped, self.max_depth, len(self.items))
+        counts = (self.pushed, self.popped, len(self.items))
         credit = (self.out.total(), self.credit_lent, self.credit_ahead())
         return (*counts, *credit, self.credit_stalls)
 
