@@ -623,6 +623,7 @@ cdef class BaseTransport:
 
     cdef int join_threads(self, int64_t deadline) noexcept:
         """Stop the I/O threads; give the number of one that does not end in time, or -1."""
+        cdef IoThread* io
         cdef int i, status
         for i in range(self.n_threads):
             fps_store32(&self.threads[i].is_stopping, 1)
@@ -636,15 +637,13 @@ cdef class BaseTransport:
                 return i
             self.threads[i].thread = NULL
         for i in range(self.n_threads):
-            self.close_descriptors(&self.threads[i])
+            io = &self.threads[i]
+            if io.epoll_fd >= 0:
+                close(io.epoll_fd)
+            if io.wake_fd >= 0:
+                close(io.wake_fd)
+            io.epoll_fd = io.wake_fd = -1
         return -1
-
-    cdef void close_descriptors(self, IoThread* io) noexcept:
-        if io.epoll_fd >= 0:
-            close(io.epoll_fd)
-        if io.wake_fd >= 0:
-            close(io.wake_fd)
-        io.epoll_fd = io.wake_fd = -1
 
     def close(self, *, double timeout_s=10.0):
         """Stop the I/O threads, end every link that is left and free all. Idempotent.

@@ -275,6 +275,7 @@ cdef int deliver(BaseLink* link, const Header* header) noexcept nogil
 # Why a connection ended: what close() asked for, an orderly BYE, or a lost peer.
 cdef int end_status(BaseLink* link, int error) noexcept nogil
 
+cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil
 cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t what) noexcept nogil
 
 cdef class BaseTransport:
@@ -290,7 +291,6 @@ cdef class BaseTransport:
     cdef IoThread* next_io(self, int fd) except NULL
     cdef void close_links(self, int status) noexcept
     cdef int join_threads(self, int64_t deadline) noexcept
-    cdef void close_descriptors(self, IoThread* io) noexcept
 
 
 # ================================================================ memory of several processes

@@ -397,6 +397,10 @@ class PeerLinks:
                     self._device = dataclasses.replace(self._device, reason="it does not open")
             return self._rdma
 
+    def _transports(self) -> list[TcpTransport | RdmaTransport]:
+        """List the transports that were made."""
+        return [one for one in (self._tcp, self._rdma) if one is not None]
+
     def hold(self, array: object) -> None:
         """Pin a large array before its operation begins, where links go by RDMA."""
         if self._rdma is not None:
@@ -409,9 +413,8 @@ class PeerLinks:
     def statistics(self) -> dict[str, int]:
         """Add up the counters of all peer links."""
         counts: Counter[str] = Counter()
-        for transport in (self._tcp, self._rdma):
-            if transport is not None:
-                counts.update(transport.statistics())
+        for transport in self._transports():
+            counts.update(transport.statistics())
         return dict(counts)
 
     def traffic(self) -> Iterator[Traffic]:
@@ -429,25 +432,22 @@ class PeerLinks:
     def leave(self) -> None:
         """Let nobody in any more and say BYE on all peer links; idempotent, does not wait long."""
         self._listener.close(timeout_s=self._config.shutdown_timeout_s)
-        for transport in (self._tcp, self._rdma):
-            if transport is not None:
-                transport.leave()
+        for transport in self._transports():
+            transport.leave()
 
     def close(self) -> None:
         """End all peer links and join their threads. Raises TransportTimeout."""
         self.leave()
-        for transport in (self._tcp, self._rdma):
-            if transport is not None:
-                transport.close(timeout_s=self._config.shutdown_timeout_s)
+        for transport in self._transports():
+            transport.close(timeout_s=self._config.shutdown_timeout_s)
         self._tcp = self._rdma = None
         self._owner = None  # which knows us: its memory is not to wait for the collector
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
         self._listener.abandon()
-        for transport in (self._tcp, self._rdma):
-            if transport is not None:
-                transport.abandon()
+        for transport in self._transports():
+            transport.abandon()
 
 
 def _refuse(descriptor: int, sender: int, lane: int) -> None:

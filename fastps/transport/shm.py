@@ -11,7 +11,6 @@ Knows nothing of ranks' work; worker/local.py decides what the memory holds. Thr
 
 from __future__ import annotations
 
-import array
 import bisect
 import contextlib
 import errno
@@ -469,12 +468,8 @@ def _receive(sock: socket.socket, count: int, deadline: float) -> list[int]:
     while len(found) < count:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         wanted = min(count - len(found), DESCRIPTORS_PER_MESSAGE)
-        data, ancillary, _, _ = sock.recvmsg(1, socket.CMSG_SPACE(wanted * 4))
+        data, batch, _, _ = socket.recv_fds(sock, 1, wanted)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "the other worker left")
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                batch = array.array("i")
-                batch.frombytes(raw[: len(raw) - len(raw) % batch.itemsize])
-                found.extend(batch)
+        found.extend(batch)
     return found

@@ -6,7 +6,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from fastps._core cimport Queue
 from fastps.native.posix cimport pthread_mutex_t
-from fastps.transport._link cimport Link, LinkStats, SendItem
+from fastps.transport._link cimport Link, SendItem
 from fastps.transport.frame cimport Header
 
 cdef enum:
@@ -109,4 +109,3 @@ cdef bint pipes_has_news(Pipes* pipes) noexcept nogil
 cdef class PipeTransport:
     cdef Pipes* pipes
     cdef object kept            # what the links use: owner and mappings
-    cdef LinkStats total(self) noexcept

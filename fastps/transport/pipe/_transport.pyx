@@ -35,8 +35,8 @@ from fastps.native.posix cimport (
     pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock,
 )
 from fastps.transport._link cimport (
-    LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, Mapping, SendItem, header_check, header_seal,
-    turn_of,
+    LINK_BY_REFERENCE, Link, LinkOwner, LinkStats, Mapping, SendItem, add_stats, give_back,
+    header_check, header_seal, turn_of,
 )
 from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 
@@ -275,19 +275,12 @@ cdef bint rests(PipeLink* link) noexcept nogil:
     return at == 0 or fps_load64(&link.out.head) < at
 
 
-cdef void give_back(SendItem** items, int count, int status) noexcept nogil:
-    cdef int i
-    for i in range(count):
-        if items[i].sent != NULL:
-            items[i].sent(items[i], status)
-
-
 cdef bint pump(PipeLink* link) noexcept nogil:
     """Send what can be sent; items go back without the lock, for their owners send more."""
     cdef SendItem* sent[BATCH]
     cdef bint has_moved = False, is_done = False
     cdef int64_t before
-    cdef int count
+    cdef int i, count
     while not is_done:
         count = 0
         pthread_mutex_lock(&link.lock)
@@ -299,7 +292,8 @@ cdef bint pump(PipeLink* link) noexcept nogil:
             is_done = count < BATCH and rests(link)
             has_moved |= count > 0 or link.out.tail != before
         pthread_mutex_unlock(&link.lock)
-        give_back(sent, count, OK)
+        for i in range(count):
+            give_back(sent[i], OK)
     return has_moved
 
 
@@ -423,31 +417,30 @@ cdef bint read_next(PipeLink* link, int* status) noexcept nogil:
 cdef void end_link(PipeLink* link, int status) noexcept nogil:
     """Give everything back and tell the owner; nobody reads or writes here any more."""
     cdef SendItem* sent[BATCH]
+    cdef SendItem* current
     cdef void* item
-    cdef SendItem* one
-    cdef int count = BATCH
+    cdef int i, count = BATCH
     fps_cas32(&link.close_status, OK, status)
     fps_store32(&link.is_leaving, 1)
     revoke_writer(link)
     pthread_mutex_lock(&link.lock)
     link.is_over = True
     queue_close(link.queue)
-    one = link.current
+    current = link.current
     link.current = NULL
     pthread_mutex_unlock(&link.lock)
     while count == BATCH:       # what the peer has read before it left is sent
         count = take_loans(link, sent)
-        give_back(sent, count, OK)
-    if one != NULL:
-        give_back(&one, 1, status)
+        for i in range(count):
+            give_back(sent[i], OK)
+    give_back(current, status)
     while queue_pop_nowait(link.queue, &item) == OK:
-        one = <SendItem*>item
-        give_back(&one, 1, status)
+        give_back(<SendItem*>item, status)
     while link.n_loans:
-        one = link.loans[link.first_loan].item
+        item = link.loans[link.first_loan].item
         link.first_loan = (link.first_loan + 1) % link.loan_room
         link.n_loans -= 1
-        give_back(&one, 1, status)
+        give_back(<SendItem*>item, status)
     if link.is_attached:
         link.link.owner.closed(link.link.owner.context, &link.link, status)
     fps_add32(&link.pipes.n_open, -1)
@@ -650,17 +643,6 @@ cdef class PipeTransport:
                 with nogil:
                     pipe_close(&self.pipes.links[i].link, status)
 
-    cdef LinkStats total(self) noexcept:
-        cdef LinkStats sums
-        cdef uint32_t i
-        memset(&sums, 0, sizeof(sums))
-        for i in range(self.pipes.n):
-            sums.bytes_sent += self.pipes.links[i].link.stats.bytes_sent
-            sums.bytes_received += self.pipes.links[i].link.stats.bytes_received
-            sums.frames_sent += self.pipes.links[i].link.stats.frames_sent
-            sums.frames_received += self.pipes.links[i].link.stats.frames_received
-        return sums
-
     def each(self):
         """List (peer, no socket, bytes sent and received, no credit) of all links."""
         cdef Link* link
@@ -677,9 +659,11 @@ cdef class PipeTransport:
 
         links: those that carried frames; readable: peers whose memory we read where it lies.
         """
-        cdef LinkStats sums = self.total()
+        cdef LinkStats sums
         cdef uint32_t i, links = 0, readable = 0
+        memset(&sums, 0, sizeof(sums))
         for i in range(self.pipes.n):
+            add_stats(&sums, &self.pipes.links[i].link.stats)
             links += self.pipes.links[i].link.stats.frames_sent > 0
             if self.pipes.links[i].is_attached:
                 readable += fps_load64(&self.pipes.links[i].inlet.is_readable) != 0

@@ -414,21 +414,17 @@ def try_out(config: Config | None = None, *, timeout_s: float = 10.0) -> str:
 
         transport = RdmaTransport(open_device(config), greeting_timeout_s=timeout_s)
         try:
-            ends = [end.detach() for end in _connected()]
-            for opening in [transport.adopt(end, LinkOwner(), peer=0) for end in ends]:
+            ends = socket.socketpair()
+            for end in ends:
+                end.setblocking(False)
+            openings = [transport.adopt(end.detach(), LinkOwner(), peer=0) for end in ends]
+            for opening in openings:
                 opening.wait(timeout_s=timeout_s)
         finally:
             transport.close(timeout_s=timeout_s)
     except (FastPSError, ImportError) as error:
         return str(error)
     return ""
-
-
-def _connected() -> tuple[socket.socket, socket.socket]:
-    ends = socket.socketpair()
-    for end in ends:
-        end.setblocking(False)
-    return ends
 
 
 # ---- the distribution's pyverbs ----

@@ -250,37 +250,25 @@ cdef class RdmaTransport(BaseTransport):
 
     cdef bint hold_alone(self, array) except -1:
         cdef Py_buffer view
-        cdef RdmaRegion region
-        cdef Region* known
-        cdef int access = ACCESS_REMOTE
-        if PyObject_GetBuffer(array, &view, PyBUF_SIMPLE):
-            raise BufferError("no contiguous memory")
-        if view.readonly:
-            access = ACCESS_READ
+        cdef RdmaRegion region = None
+        cdef Region* known = NULL
+        cdef int access
+        cdef bint is_pinned
+        PyObject_GetBuffer(array, &view, PyBUF_SIMPLE)
+        access = ACCESS_READ if view.readonly else ACCESS_REMOTE
         key = (<uintptr_t>view.buf, view.len)
-        if key in self.held or view.len == 0:
-            if view.len:
-                self.touch(key)
-            PyBuffer_Release(&view)
-            return True
-        known = find_region(self.pins, <char*>view.buf, view.len, access)
-        if known != NULL:       # part of a slab, or of a larger array
+        is_pinned = key in self.held or view.len == 0
+        if key in self.held:
+            self.touch(key)
+        if not is_pinned:       # it may be part of a slab, or of a larger array
+            known = find_region(self.pins, <char*>view.buf, view.len, access)
+            is_pinned = known != NULL
             leave_region(self.pins, &known)
+        if not is_pinned:
+            region = self.pin_within_limit(<char*>view.buf, view.len, access)
+        if region is None:
             PyBuffer_Release(&view)
-            return True
-        self.drop_idle()
-        if <uint64_t>view.len <= self.held_limit:
-            self.evict(view.len)
-        if self.held_bytes + <uint64_t>view.len > self.held_limit:
-            PyBuffer_Release(&view)
-            self.warn_of_limit("more than FASTPS_RDMA_PINNED_BYTES are in use")
-            return False
-        try:
-            region = self.pin_after_eviction(<char*>view.buf, view.len, access)
-        except TransportError as error:
-            PyBuffer_Release(&view)
-            self.warn_of_limit(str(error))
-            return False
+            return is_pinned
         region.view = view
         region.has_view = True
         self.held[key] = region
@@ -288,13 +276,23 @@ cdef class RdmaTransport(BaseTransport):
         self.touch(key)
         return True
 
-    cdef RdmaRegion pin_after_eviction(self, char* start, uint64_t nbytes, int access):
-        """Pin, if need be in place of all that can be evicted."""
+    cdef RdmaRegion pin_within_limit(self, char* start, uint64_t nbytes, int access):
+        """Pin memory, in place of what can be evicted if need be; None: there is no room."""
+        self.drop_idle()
+        if nbytes <= self.held_limit:
+            self.evict(nbytes)
+        if self.held_bytes + nbytes > self.held_limit:
+            self.warn_of_limit("more than FASTPS_RDMA_PINNED_BYTES are in use")
+            return None
         try:
             return self.pin(start, nbytes, access)
         except TransportError:
             self.evict(self.held_limit)
+        try:
             return self.pin(start, nbytes, access)
+        except TransportError as error:
+            self.warn_of_limit(str(error))
+            return None
 
     cdef int warn_of_limit(self, str why) except -1:
         if not self.has_warned:

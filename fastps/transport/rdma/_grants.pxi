@@ -260,24 +260,33 @@ cdef int tell_grant(RdmaLink* link) noexcept nogil:
 
 # ---------------------------------------------------------------- promises taken back
 
+cdef bint has_room(void** array, uint32_t* room, uint32_t count, size_t itemsize) noexcept nogil:
+    """Let an array of count elements grow if it is full; False: no memory."""
+    cdef uint32_t wanted = 2 * room[0] + 16
+    cdef void* grown
+    if count < room[0]:
+        return True
+    grown = realloc(array[0], wanted * itemsize)
+    if grown == NULL:
+        return False
+    array[0] = grown
+    room[0] = wanted
+    return True
+
+
 cdef void rdma_withdraw(Link* base, uint64_t key, int how) noexcept nogil:
     cdef RdmaLink* link = <RdmaLink*>base
-    cdef Withdrawal* more
-    pthread_mutex_lock(&link.promises.lock)
-    if link.promises.withdrawn_count == link.promises.withdrawn_room:
-        more = <Withdrawal*>realloc(link.promises.withdrawn,
-                                    (2 * link.promises.withdrawn_room + 16) * sizeof(Withdrawal))
-        if more != NULL:
-            link.promises.withdrawn = more
-            link.promises.withdrawn_room = 2 * link.promises.withdrawn_room + 16
-    if link.promises.withdrawn_count < link.promises.withdrawn_room:
-        link.promises.withdrawn[link.promises.withdrawn_count].key = key
-        link.promises.withdrawn[link.promises.withdrawn_count].how = how
-        link.promises.withdrawn_count += 1
+    cdef Promises* promises = &link.promises
+    pthread_mutex_lock(&promises.lock)
+    if has_room(<void**>&promises.withdrawn, &promises.withdrawn_room, promises.withdrawn_count,
+                sizeof(Withdrawal)):
+        promises.withdrawn[promises.withdrawn_count].key = key
+        promises.withdrawn[promises.withdrawn_count].how = how
+        promises.withdrawn_count += 1
     else:                       # a promise that cannot be taken back ends the link
         fps_cas32(&link.base.close_status, OK, E_NOMEM)
-    fps_store32(&link.promises.has_withdrawn, 1)
-    pthread_mutex_unlock(&link.promises.lock)
+    fps_store32(&promises.has_withdrawn, 1)
+    pthread_mutex_unlock(&promises.lock)
     if how != WITHDRAW_PLACES:  # they go with what is sent next
         kick_io(&link.base)
 
@@ -328,14 +337,9 @@ cdef int keep_promises(RdmaLink* link) noexcept nogil:
 cdef int keep_answer(RdmaLink* link, uint64_t key) noexcept nogil:
     """The peer wants to know when its grants for a key are used no more."""
     cdef Promises* promises = &link.promises
-    cdef uint32_t room = 2 * promises.answer_room + 16
-    cdef uint64_t* more
-    if promises.answer_count == promises.answer_room:
-        more = <uint64_t*>realloc(promises.answers, room * sizeof(uint64_t))
-        if more == NULL:
-            return E_NOMEM
-        promises.answers = more
-        promises.answer_room = room
+    if not has_room(<void**>&promises.answers, &promises.answer_room, promises.answer_count,
+                    sizeof(uint64_t)):
+        return E_NOMEM
     promises.answers[promises.answer_count] = key
     promises.answer_count += 1
     return OK

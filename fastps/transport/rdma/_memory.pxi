@@ -60,13 +60,6 @@ cdef void drop_failures(Pins* pins) noexcept nogil:
     pthread_mutex_unlock(&pins.lock)
 
 
-cdef void note_pin_failure(RdmaLink* link, uint64_t nbytes, int error) noexcept nogil:
-    cdef char what[64]
-    snprintf(what, sizeof(what), b"cannot pin %llu bytes", <unsigned long long>nbytes)
-    note_failure(link, what, strerror(error),
-                 b"; raise `ulimit -l`" if error == ENOMEM else b"")
-
-
 # ---------------------------------------------------------------- regions
 
 cdef Region* pin_region(Pins* pins, char* start, uint64_t nbytes, int access,
@@ -157,10 +150,13 @@ cdef bint end_region(Pins* pins, Region* region) noexcept nogil:
 
 cdef Region* reach(RdmaLink* link, const char* start, uint64_t nbytes, int access) noexcept nogil:
     """A region for one frame: a lasting one, else one that ends with the frame."""
+    cdef char what[64]
     cdef int error = 0
     cdef Region* region = find_region(link.pins, start, nbytes, access)
     if region == NULL:
         region = pin_region(link.pins, <char*>start, nbytes, access, True, &error)
     if region == NULL:
-        note_pin_failure(link, nbytes, error)
+        snprintf(what, sizeof(what), b"cannot pin %llu bytes", <unsigned long long>nbytes)
+        note_failure(link, what, strerror(error),
+                     b"; raise `ulimit -l`" if error == ENOMEM else b"")
     return region

@@ -128,20 +128,21 @@ cdef int python_post_unbind(void* port, uint64_t work, const Opened* opened) noe
     return asked(port, "post_unbind", (work, opened.rkey))
 
 
-cdef int python_take_trouble(void* device) noexcept with gil:
+cdef int trouble_by(void* device, str method) noexcept:
+    """Ask a device for its trouble; 0: none, or the question failed, which is logged."""
     try:
-        return (<object>device).take_trouble()
+        return getattr(<object>device, method)()
     except BaseException as error:
         errno_of(error)
         return 0
+
+
+cdef int python_take_trouble(void* device) noexcept with gil:
+    return trouble_by(device, "take_trouble")
 
 
 cdef int python_find_trouble(void* device) noexcept with gil:
-    try:
-        return (<object>device).find_trouble()
-    except BaseException as error:
-        errno_of(error)
-        return 0
+    return trouble_by(device, "find_trouble")
 
 
 # The words of the statuses that a user may meet.

@@ -290,14 +290,16 @@ cdef int begin_pair(Port* port) noexcept nogil:
                          IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS)
 
 
+cdef void set_nonblocking(int descriptor) noexcept nogil:
+    fcntl(descriptor, F_SETFL, fcntl(descriptor, F_GETFL) | O_NONBLOCK)
+
+
 cdef int make_pair(Port* port, const Shape* shape) noexcept nogil:
-    cdef int flags
     fps_forget_error()
     port.channel = ibv_create_comp_channel(port.device.context)
     if port.channel == NULL:
         return last_error()
-    flags = fcntl(port.channel.fd, F_GETFL)
-    fcntl(port.channel.fd, F_SETFL, flags | O_NONBLOCK)
+    set_nonblocking(port.channel.fd)
     port.queue = ibv_create_cq(port.device.context, shape.sends + shape.receives + 1, NULL,
                                port.channel, 0)
     if port.queue == NULL:
@@ -660,11 +662,7 @@ cdef class NativeDevice(VerbsDevice):
         device.settings.pkey_index = find_partition(device.context, port)
         self.inline_bytes = device.inline_bytes = find_inline(device.context, device.domain)
         self.trouble_descriptor = device.context.async_fd
-        fcntl(device.context.async_fd, F_SETFL,
-              fcntl(device.context.async_fd, F_GETFL) | O_NONBLOCK)
-        self.fill_calls()
-
-    cdef void fill_calls(self):
+        set_nonblocking(device.context.async_fd)
         self.verbs.open_port = verbs_open_port
         self.verbs.halt_port = verbs_halt_port
         self.verbs.close_port = verbs_close_port

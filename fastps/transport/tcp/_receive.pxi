@@ -42,9 +42,7 @@ cdef int begin_frame(TcpLink* link) noexcept nogil:
 
 
 cdef int take_staged_payload(TcpLink* link) noexcept nogil:
-    cdef uint64_t count = link.staged_end - link.staged_first
-    if count > link.recv_missing:
-        count = link.recv_missing
+    cdef uint64_t count = min(<uint64_t>(link.staged_end - link.staged_first), link.recv_missing)
     if count:                   # else the owner may have given no place
         memcpy(link.recv_to, link.staging + link.staged_first, count)
         link.staged_first += <uint32_t>count
@@ -105,7 +103,7 @@ cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     link.base.link.stats.bytes_received += count
     link.base.io.moved += count
     if link.recv_in_payload:
-        direct = count if count < link.recv_missing else link.recv_missing
+        direct = min(count, link.recv_missing)
         link.recv_to += direct
         link.recv_missing -= direct
         if link.recv_missing == 0:
