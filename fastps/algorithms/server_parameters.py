@@ -2,7 +2,7 @@
 """Asynchronous training: servers hold the parameters, workers push changes and take what is there.
 
 Decides how parameters come to the servers (one broadcast of rank 0's) and how far the fastest
-worker may run ahead; the servers count (server/_accumulate.pyx). With staleness s what a worker
+worker may run ahead; the servers count (server/_accumulate.pxi). With staleness s what a worker
 gets with its n-th push holds the first n - s of every other: stale synchronous parallel (Ho et
 al., NIPS 2013). Threads: those of the session.
 """

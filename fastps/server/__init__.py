@@ -4,6 +4,6 @@
 Decides when a round is complete, what is made of its contributions, and what becomes of late ones.
 Must never know how bytes travel, or whether they are compressed: codecs and robust rules are rules
 of a key. Threads: those of the links, without the GIL; rules on threads of their own.
-Read _policy.pxd (a key and its policy), _store.pyx (frames, lookups), _rounds.pyx (sums),
-_accumulate.pyx (asynchronous pushes), dataplane.py (what a process needs around a store).
+Read _policies.pxd (a key and its policy), _store.pyx (frames, lookups), _rounds*.pxi (sums),
+_accumulate*.pxi (asynchronous pushes), dataplane.py (what a process needs around a store).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _accumulate.pyx: rounds that may end without the late, and move a value that stays here.
+# Part of _policies.pyx: rounds that may end without the late, and move a value that stays here.
 #
 # What a contributor pushes is kept until a round ends. That is when all contributors who are there
 # take part, or when its deadline, counted from the first of them, is over; then the rule makes one
@@ -22,16 +22,6 @@
 # element's own type and in the written order, so results are NumPy's. Whoever works on turns owns
 # what is kept.
 
-cdef enum:
-    JOIN = 0x7FFFFFFF           # of contract.py: the stamp after the one that was seen last
-    ASIDE = 0x80000000          # in Caller.wanted: what the outer optimizer keeps is wanted
-    PLAIN = 0                   # of contract.Step
-    NESTEROV = 1
-    ADAM = 2
-    MISSED = 0                  # of Store.absences
-    LATE = 1
-
-
 cdef inline int n_moments(Entry* entry) noexcept nogil:
     return entry.gathering.step
 
@@ -44,22 +34,6 @@ cdef bint takes_part(Caller* caller, const Header* header) noexcept nogil:
     if header.flags & FLAG_BROADCAST or not -1 <= rate < 1e38:
         return False
     return rate == 0 or caller.index == 0
-
-
-cdef void fill_gathered(Caller* caller, SendItem* item) noexcept nogil:
-    """Put what a caller wants into its answer."""
-    cdef Value* value = caller.value
-    cdef uint32_t place = ~caller.wanted if is_aside(caller) else 0
-    cdef char* source = value.sums[0]
-    if is_aside(caller):
-        source = value.moments[place] if place < 2 else NULL
-        item.header.status = <int32_t>value.steps
-    else:
-        caller.seen = value.stamp
-    if source == NULL:
-        memset(caller.buffers[0], 0, item.nbytes)
-    else:
-        memcpy(caller.buffers[0], source, item.nbytes)
 
 
 # ---------------------------------------------------------------- the value, from contributor 0
@@ -120,7 +94,7 @@ cdef int keep(Caller* caller) noexcept nogil:
     return OK
 
 
-cdef int gather(Caller* caller) noexcept nogil:
+cdef int take_update(Caller* caller) noexcept nogil:
     """Take what landed; nothing comes before there is a value."""
     cdef int status
     if caller.rate:
@@ -195,22 +169,6 @@ cdef bint may_end(Value* value) noexcept nogil:
         return True
     open_round(value)
     return value.is_over and n_kept >= entry.gathering.least
-
-
-cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil:
-    cdef Value* value
-    cdef int64_t due = INT64_MAX
-    pthread_mutex_lock(&entry.lock)
-    value = <Value*>entry.state
-    if value != NULL and value.due:
-        due = value.due
-    if due <= now:
-        value.due = 0
-        value.is_over = value.is_moved = True
-        unlock_and_work(value, 0)
-        return INT64_MAX
-    pthread_mutex_unlock(&entry.lock)
-    return due
 
 
 cdef int combine_kept(Value* value, char* made) noexcept nogil:

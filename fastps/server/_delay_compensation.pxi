@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _accumulate.pyx: delays are made up for at the moment of adding (DC-ASGD; Zheng et al.,
+# Part of _policies.pyx: delays are made up for at the moment of adding (DC-ASGD; Zheng et al.,
 # "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, sections 3 to 5).
 #
 # A member computed its gradient g at what it was answered last, w_bak, and pushes d = -eta g when

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _accumulate.pyx: values of which changes travel encoded, both of pushes and of answers.
+# Part of _policies.pyx: values of which changes travel encoded, both of pushes and of answers.
 #
 # A push is decoded when it has landed; what its codec lost stays with who pushed it, and is in its
 # next push (error feedback), whenever that comes: what a server has got of it counts once, like

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rounds.pyx: results and errors go out.
+# Part of _policies.pyx: results and errors go out.
 
 # ---------------------------------------------------------------- buffers
 
@@ -23,7 +23,7 @@ cdef inline bint is_lasting(Round* round, uint32_t unit, const char* buffer) noe
 
 # ---------------------------------------------------------------- errors
 
-cdef void error_sent(SendItem* item, int status) noexcept nogil:
+cdef void round_error_sent(SendItem* item, int status) noexcept nogil:
     """The entry may be forgotten as soon as the mark is off and nobody waits for it."""
     cdef Error* error = <Error*>item.context
     cdef Sum* sum = error.sum
@@ -61,7 +61,7 @@ cdef void pay_error(Error* error, Entry* entry, uint32_t index) noexcept nogil:
     error.item.header.status = error.verdict.status
     error.item.header.subject = error.verdict.culprit
     error.item.context = error
-    error.item.sent = error_sent
+    error.item.sent = round_error_sent
     error.round = NULL
     link = slot_acquire(slot)
     if link == NULL:

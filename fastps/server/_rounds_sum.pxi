@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _rounds.pyx: units whose contributions are all in become results.
+# Part of _policies.pyx: units whose contributions are all in become results.
 
 cdef inline bint has_data(Contribution* part) noexcept nogil:
     cdef int32_t state = fps_load32(&part.state)
@@ -44,8 +44,8 @@ cdef bint begin_sum(Round* round) noexcept nogil:
     return is_wanted
 
 
-cdef int64_t gather(Round* round, uint32_t unit, const void** sources, int64_t* ours,
-                    uint32_t* keeper) noexcept nogil:
+cdef int64_t list_contributions(Round* round, uint32_t unit, const void** sources,
+                                int64_t* ours, uint32_t* keeper) noexcept nogil:
     """List the contributions to a unit in the order of the cast; give their number.
 
     ours: index of the first that lies in a buffer of the pool, and keeper: whose it is; -1: none.
@@ -116,15 +116,15 @@ cdef void tell(Round* round, uint32_t unit, RuleArgs* args) noexcept nogil:
 
 cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     """Make one unit by a rule that trusts nobody; apart from its sources, in the cast's order."""
-    cdef const void* sources[MAX_RULED]
-    cdef uint8_t refused[MAX_RULED]
+    cdef const void* sources[MAX_VOICES]
+    cdef uint8_t refused[MAX_VOICES]
     cdef Entry* entry = round.sum.entry
     cdef int64_t ours, n, made
     cdef uint32_t keeper
     cdef RuleArgs args
-    if entry.cast.n_contributors > MAX_RULED:
+    if entry.cast.n_contributors > MAX_VOICES:
         return E_MISMATCH
-    n = gather(round, unit, sources, &ours, &keeper)
+    n = list_contributions(round, unit, sources, &ours, &keeper)
     tell(round, unit, &args)
     args.refused = refused
     round.sums[unit] = lend(entry, length)
@@ -149,7 +149,7 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     cdef Entry* entry = round.sum.entry
     cdef int64_t ours = -1
     cdef uint32_t keeper = 0
-    cdef int64_t n = gather(round, unit, sources, &ours, &keeper)
+    cdef int64_t n = list_contributions(round, unit, sources, &ours, &keeper)
     cdef int64_t made
     cdef RuleArgs args
     tell(round, unit, &args)
@@ -233,7 +233,7 @@ cdef void hand_job(Round* round, uint32_t unit, job_fn run) noexcept nogil:
         fps_add32(&round.in_flight, -1)
 
 
-cdef void run_job(Job* job) noexcept nogil:
+cdef void run_sum(Job* job) noexcept nogil:
     cdef SumJob* ours = <SumJob*>job
     cdef Round* round = ours.round
     complete_unit(round, ours.unit, KICK_FULL)
@@ -253,15 +253,15 @@ cdef void run_next(Job* job) noexcept nogil:
 
 cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
     """Let the rule look at a unit; what was contributed stays."""
-    cdef const void* sources[MAX_RULED]
-    cdef uint8_t refused[MAX_RULED]
+    cdef const void* sources[MAX_VOICES]
+    cdef uint8_t refused[MAX_VOICES]
     cdef Entry* entry = round.sum.entry
     cdef int64_t ours, n, status
     cdef uint32_t keeper
     cdef RuleArgs args
-    if entry.cast.n_contributors > MAX_RULED:
+    if entry.cast.n_contributors > MAX_VOICES:
         return E_MISMATCH
-    n = gather(round, unit, sources, &ours, &keeper)
+    n = list_contributions(round, unit, sources, &ours, &keeper)
     tell(round, unit, &args)
     args.refused = refused
     status = run_rule(entry.look, sources, n, NULL, unit_length(entry, unit) / entry.itemsize,
@@ -303,7 +303,7 @@ cdef void begin_unit(Round* round, uint32_t unit) noexcept nogil:
     elif entry.look != NULL and not round.flags & FLAG_BROADCAST:
         hand_job(round, unit, run_look)
     else:
-        hand_job(round, unit, run_job)
+        hand_job(round, unit, run_sum)
 
 
 cdef void hand_on(Round* round) noexcept nogil:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# The face of the store; what it shares with the policies of its keys stands in _policy.pxd.
+# The face of the store; what it shares with the policies of its keys stands in _policies.pxd.
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 
 from fastps._core cimport BufferPool
-from fastps.server._policy cimport Store, Tensor
+from fastps.server._policies cimport Store, Tensor
 from fastps.transport._link cimport LinkOwner
 
 cdef class ServerStore(LinkOwner):

@@ -4,8 +4,8 @@
 Theory of operation. A frame names a key; the table has an entry for each, and the entry a cast
 (who contributes, who reads) and a policy. What can be said against a frame without looking at a
 round is said here: unknown key, a sender without a part in it, another lane than the key's, a
-length that does not fit. The rest is the policy's: _policy.pxd is the seam, _rounds and
-_accumulate stand behind it. Casts are shared between entries; a frame finds its sender's place by
+length that does not fit. The rest is the policy's: _policies.pxd is the seam, and the
+policies stand behind it. Casts are shared between entries; a frame finds its sender's place by
 one look into a table of its cast.
 
 The workers of one machine speak with one voice: for each key, one of them pushes what they have
@@ -47,18 +47,17 @@ from fastps.native.id_table cimport (
 )
 from fastps.native.posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps.reduce.codec._coder cimport Coder
-from fastps.server._accumulate cimport ACCUMULATE_POLICY
-from fastps.server._policy cimport (
-    NOBODY, Cast, Engine, Entry, Job, LinkState, Store, StoreStats, Tensor, bytes_of, ring_news,
-    slot_of,
+from fastps.server._policies cimport (
+    ACCUMULATE_POLICY, NOBODY, SUM_POLICY, Cast, Engine, Entry, Job, LinkState,
+    Store, StoreStats, Tensor, bytes_of, look_at_deadline, ring_news, slot_of,
 )
-from fastps.server._rounds cimport SUM_POLICY
 from fastps.transport._link cimport (
     LINK_CAN_PROMISE, WITHDRAW_KEY, Link, LinkOwner, slot_acquire, slot_release, slot_retire,
     slot_set,
 )
 from fastps.transport.frame cimport FLAG_BROADCAST, KEY_BITS, KIND_PULL, KIND_PUSH, Header
 
+import math
 import threading
 import time
 
@@ -285,6 +284,20 @@ cdef void spare_tensor(void* record, void* context) noexcept nogil:
     for i in range(tensor.n_partitions):
         if tensor.entries[i] != NULL:
             tensor.entries[i].policy.spare(tensor.entries[i])
+
+
+cdef struct Search:
+    int64_t now
+    int64_t next                # the first deadline that is still to come
+
+
+cdef void look_at_deadlines(void* record, void* context) noexcept nogil:
+    cdef Tensor* tensor = <Tensor*>record
+    cdef Search* search = <Search*>context
+    cdef uint32_t i
+    for i in range(tensor.n_partitions):
+        if tensor.entries[i] != NULL and tensor.entries[i].gathers:
+            search.next = min(search.next, look_at_deadline(tensor.entries[i], search.now))
 
 
 cdef void set_leaving(Tensor* tensor, int32_t is_leaving) noexcept nogil:
@@ -609,6 +622,36 @@ cdef class ServerStore(LinkOwner):
             rank: (fps_load64(&self.store.refused[rank]), self.store.refused_key[rank])
             for rank in range(self.store.n_members) if fps_load64(&self.store.refused[rank])
         }
+
+    def end_late_rounds(self, *, double ahead_s=0.0):
+        """End the rounds whose deadline is over; return the seconds until the next, or infinity.
+
+        A store has no clock of its own: a thread with time to spare calls this again after these
+        seconds, or when the store has news. ahead_s: look as if it were so much later.
+        """
+        cdef Search search
+        search.now = now_ns() + <int64_t>(1e9 * ahead_s)
+        search.next = INT64_MAX
+        if self.store.absences == NULL:     # no round has a deadline
+            return math.inf
+        with self.face_lock, nogil:
+            table_each(self.store.tensors, look_at_deadlines, &search)
+        return math.inf if search.next == INT64_MAX else max(search.next - now_ns(), 0) / 1e9
+
+    def absences(self):
+        """Return, of each member that was ever late, rounds without it and its late updates.
+
+        A round of a tensor counts once: with the server that has its first piece.
+        """
+        found = {}
+        if self.store.absences == NULL:
+            return found
+        for rank in range(self.store.n_members):
+            missed = fps_load64(&self.store.absences[2 * rank])
+            late = fps_load64(&self.store.absences[2 * rank + 1])
+            if missed or late:
+                found[rank] = (missed, late)
+        return found
 
     def wake(self):
         """Let wait_news() return now."""

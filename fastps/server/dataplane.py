@@ -43,9 +43,7 @@ from fastps.reduce import robust_kernel, sum_kernel
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
 from fastps.reduce.user_rules import find_own
-from fastps.server._coded import CodedRule, KeptResidual
-from fastps.server._deadlines import absences, end_late_rounds
-from fastps.server._ruled import RuledRule
+from fastps.server._policies import CodedRule, KeptResidual, RuledRule
 from fastps.server._store import ServerStore
 from fastps.transport import rdma
 from fastps.transport.listener import NotYet
@@ -178,7 +176,7 @@ class DataPlane:
         """Tell the scheduler of links that broke; it decides who is to blame."""
         reported: set[int] = set()
         while not self._ending.is_set():
-            pause_s = min(self._try_farewells(), end_late_rounds(self.store))
+            pause_s = min(self._try_farewells(), self.store.end_late_rounds())
             gone = self.store.wait_news(timeout_s=pause_s)
             self._blame()
             self._name_absent()
@@ -422,7 +420,7 @@ class DataPlane:
 
     def _name_absent(self) -> None:
         """Say without whom rounds end: of each worker at the first, and at twice as many."""
-        for worker, (missed, late) in absences(self.store).items():
+        for worker, (missed, late) in self.store.absences().items():
             if missed < max(2 * self._named.get(worker, 0), 1):
                 continue
             self._named[worker] = missed
@@ -530,6 +528,6 @@ class DataPlane:
         return (
             self.store.statistics()
             | dict(counts)
-            | _counted(absences(self.store))
+            | _counted(self.store.absences())
             | {"refused": sum(self._node.refused.values()) + self._refused}
         )

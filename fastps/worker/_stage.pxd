@@ -102,7 +102,7 @@ cdef struct Sending:            # of a part that goes to its owner
     uint32_t owner
     char* promised              # where its owner knows that results land
     uint32_t received           # result bytes landed; I/O thread
-    uint32_t stamp              # of the value that landed: see server/_accumulate; I/O thread
+    uint32_t stamp              # of the value that landed: see server/_accumulate*; I/O thread
     int outcome                 # OK, or why there is no result
     int32_t ends                # has left, has an outcome: 2 when both; atomic
     int32_t is_waiting          # a result or an error is still to come; atomic

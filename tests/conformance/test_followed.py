@@ -17,7 +17,6 @@ from test_gathered import JOIN, SHORT_S, House, Model, N
 from fastps import byzantine
 from fastps.algorithms import outer
 from fastps.contract.codec import Codec, Coding, Option
-from fastps.server._deadlines import absences
 from fastps.types import DType
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -104,7 +103,7 @@ def run_round(
         house.end()
     for rank in present:
         assert house.wait(rank) == 0
-    found = absences(house.store)
+    found = house.store.absences()
     # else the machine was so slow that more were late than should be
     assume([found.get(rank, (0, 0))[1] for rank in range(N)] == model.late)
     model.end(present, list(range(N)))

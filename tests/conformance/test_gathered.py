@@ -20,8 +20,7 @@ from fastps.contract.partition import make_partitions
 from fastps.contract.rule import Rule
 from fastps.reduce._combiner import Combiner
 from fastps.reduce.codec._coder import Coder
-from fastps.server._deadlines import absences, end_late_rounds
-from fastps.server._ruled import RuledRule
+from fastps.server._policies import RuledRule
 from fastps.server._store import ServerStore
 from fastps.types import DType
 from fastps.worker._codec import Decoding, Encoding
@@ -135,7 +134,7 @@ class House:
 
     def end(self) -> None:
         """Let all deadlines be over, when what was pushed is there."""
-        assert end_late_rounds(self.store, ahead_s=2 * MUCH_S) == float("inf")
+        assert self.store.end_late_rounds(ahead_s=2 * MUCH_S) == float("inf")
 
     def close(self) -> None:
         self.net.close()
@@ -233,7 +232,7 @@ def test_every_update_counts_once_however_late_it_is(build, make, rule, dtype, k
             assert (house.values[rank] == house.values[on_time[0]]).all()
             assert house.tensors[rank].stamp == model.stamp
     assert sum(model.late) > 3
-    assert absences(house.store) == {
+    assert house.store.absences() == {
         rank: (model.missed[rank], model.late[rank]) for rank in range(N)
         if model.missed[rank] or model.late[rank]
     }  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 from reduce_oracle import expected
 
 from aids.wire import FrameFlag, FrameKind
-from fastps.server._rounds import TRANSITIONS, RoundEvent, RoundState
+from fastps.server._policies import TRANSITIONS, RoundEvent, RoundState
 from fastps.types import DType
 
 OK, PEER_LOST, MISMATCH = 0, -3, -5

@@ -14,7 +14,7 @@ from fastps.contract.codec import Codec, Coding, Option
 from fastps.contract.contract import ANY_STALENESS, Policy, Unit
 from fastps.errors import PeerLostError
 from fastps.reduce.codec._coder import Coder
-from fastps.server._coded import CodedRule
+from fastps.server._policies import CodedRule
 from fastps.types import DType
 
 __all__ = ["make"]

@@ -14,7 +14,7 @@ from aids.kernels import SUM_TYPE
 from aids.wire import FrameFlag, FrameKind
 from fastps.contract.contract import Cast, Policy, Unit
 from fastps.errors import PeerLostError, StallError
-from fastps.server._rounds import TRANSITIONS, RoundEvent, RoundState
+from fastps.server._policies import TRANSITIONS, RoundEvent, RoundState
 
 PULL = {"kind": FrameKind.PULL}
 

@@ -17,7 +17,7 @@ from aids.kernels import GatedSum
 from fastps import byzantine as bz
 from fastps.contract.rule import Kind, Rule
 from fastps.reduce._combiner import Combiner
-from fastps.server._ruled import RuledRule
+from fastps.server._policies import RuledRule
 from fastps.types import DType
 
 WORKERS = 7

@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of a key whose workers may lie: what a combiner makes of their contributions.
-
-A rule like any other: the store hands it units, and what it keeps of the key. Units are whole
-partitions; or, under a rule that decides by lengths or distances, frames: it looks at each when
-all have sent it, while others still come, and after the last one makes them one by one. It works
-on the store's threads for rules, without the GIL unless it is a function of the user's in Python.
-Where a key has a codec, the rule sees what was decoded, and what it makes is encoded once; what
-that loses is kept for the next round (error feedback), as for a sum.
-"""
-
-cimport cython
-from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memset
-
-from fastps._core cimport E_NOMEM, BufferPool
-from fastps.reduce._combiner cimport (
-    MAX_VOICES, Combiner, combine, finish, lay_out, look, weigh,
-)
-from fastps.reduce.codec._coder cimport Code, Coder, code_decode, code_encode
-from fastps.server._policy cimport RuleArgs
-
+# Part of _policies.pyx.
+#
+# The rule of a key whose workers may lie: what a combiner makes of their contributions.
+#
+# A rule like any other: the store hands it units, and what it keeps of the key. Units are whole
+# partitions; or, under a rule that decides by lengths or distances, frames: it looks at each when
+# all have sent it, while others still come, and after the last one makes them one by one. It works
+# on the store's threads for rules, without the GIL unless it is a function of the user's in
+# Python. Where a key has a codec, the rule sees what was decoded, and what it makes is encoded
+# once; what that loses is kept for the next round (error feedback), as for a sum.
 
 cdef enum:
     LINE_BYTES = 64
+
+cdef struct Ruled:              # what the rule of a partition keeps
+    Combining* how
+    Code* code                  # NULL: elements travel as they are
+    Table* table                # of a rule that looks at all units first: of this round; or NULL
 
 
 cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
@@ -105,6 +98,12 @@ cdef class RuledRule:
     coder: of a partition that travels encoded. is_at_once: units are partitions for
     all rules.
     """
+
+    cdef readonly Combiner combiner     # keeps it
+    cdef readonly Coder coder           # or None
+    cdef Ruled ruled
+    cdef Table table
+    cdef char* room             # of the table
 
     def __cinit__(self, Combiner combiner not None, Coder coder=None, bint is_at_once=False):
         self.combiner = combiner

@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of a key with a codec: decode contributions, add in rank order, encode the sum once.
-
-A rule like any other: the store hands it units of bytes and what it keeps of the key. Scratch
-comes from the store's pool, so that a server has as much as it has threads that sum. One thread
-at a time works on a key: its units become ready in order, its rounds follow one another.
-"""
-
-cimport cython
-from libc.stdint cimport int64_t, uintptr_t
-
-from fastps._core cimport E_NOMEM, BufferPool
-from fastps.reduce.codec._coder cimport Code, Coder, code_sum
-from fastps.server._policy cimport RuleArgs
-
+# Part of _policies.pyx.
+#
+# The rule of a key with a codec: decode contributions, add in rank order, encode the sum once.
+#
+# A rule like any other: the store hands it units of bytes and what it keeps of the key. Scratch
+# comes from the store's pool, so that a server has as much as it has threads that sum. One thread
+# at a time works on a key: its units become ready in order, its rounds follow one another.
 
 cdef int64_t sum_coded(const void* const* sources, int64_t n, void* dst, int64_t count,
                        const void* args) noexcept nogil:
@@ -29,6 +22,8 @@ cdef int64_t sum_coded(const void* const* sources, int64_t n, void* dst, int64_t
 @cython.final
 cdef class CodedRule:
     """What a store is given for a partition with a codec: a rule, and what it keeps."""
+
+    cdef Coder coder
 
     def __cinit__(self, Coder coder not None):
         self.coder = coder
@@ -52,6 +47,8 @@ cdef class CodedRule:
 @cython.final
 cdef class KeptResidual:
     """What a store is given for what a codec keeps of a partition, float32; keeps the coder."""
+
+    cdef Coder coder
 
     def __cinit__(self, Coder coder not None):
         if coder.code.residual == NULL:

@@ -1,98 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sum, the first policy of the store: all push, the sum goes to all, one round after the other.
-
-Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. A round goes
-through the states and events of TRANSITIONS; nothing else decides what may follow what, and the
-model in the tests goes by the same table. A contributor's frames land in a buffer that the pool
-lends for a unit, which is a frame's chunk unless the rule needs more at once. When unit u of
-everybody is there, one thread sums it in the order of the cast over the buffer of the first that
-has one, gives the others back, and queues the result on the links of all readers at once; nobody
-has to ask for it. The last link that has sent it gives its buffer back. So memory holds what some
-have pushed and others have not, at most 2 x contributors x the bytes owned, usually a few units;
-and the buffers lent are those used last, which the processor still has in its cache.
-
-A rule may want to look at all units before it makes any. Then a unit that is ready is looked at,
-and kept; with the last one the first is made, and each that is made lets the next one be.
-
-A pusher in the store's own process lends its memory instead (adopt): it is read once, by the
-sum, and never written. It stays readable until the pusher got the result of its last unit, by
-when every unit was summed; or the ERROR of the round, which is held back while a sum reads and
-after which none begins; or until its link ended, which fails every round that it lent to.
-
-Over links whose peers write into our memory without asking, units have lasting buffers: the same
-for every second round, kept from declaration on, 2 x contributors x the bytes owned up to a
-bound. Tensors that were used and have no promise (parameters that are broadcast once) give theirs
-up. All else of a key is made at its first use: a name that is only declared costs 200 bytes.
-
-Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
-That needs every pusher's push of v + 1, which each of them sends only after it has received all
-of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
-worker that breaks this is cut off (E_PROTOCOL), and a frame that comes before the link has said
-that a result has left is put off (E_TIMEOUT), so a buffer in flight is never written. A round
-v + 1 that fails breaks the chain: who writes without asking hears of that only when the results
-of v have left.
-
-A PULL joins a round without a contribution. A broadcast is a round with one contribution, and
-readers who do not contribute always pull; a contributor that pulls in another round leaves its
-contribution out, and fails the round unless the quorum of the cast allows for that. A member that
-left makes every round fail that it has not contributed to, with its number as the culprit.
-
-Threads. admit and landed run on I/O threads, sums on the engine thread of the key (small units,
-or all when there are no engines, on the I/O thread that brought the last arrival). entry.lock is
-the only lock; no sum happens under it and nothing waits under it.
-"""
-
-from libc.stdint cimport (
-    int8_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t,
-)
-from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
-
-from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT,
-    PROBE_SERVER_SUM, SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, is_traced, now_ns, probe_hit, run_rule,
-    trace_span, tracing,
-)
-from fastps.native.atomic cimport (
-    fps_add32, fps_add64, fps_and32, fps_cas32, fps_load32, fps_load64, fps_or32, fps_store32,
-)
-from fastps.native.posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
-from fastps.server._policy cimport (
-    MAX_CAST, NOBODY, Cast, Entry, Job, RuleArgs, job_fn, Store, blame, fill_header, give_back,
-    hand_to_engine, has_links, lend, slot_of, unit_length,
-)
-from fastps.transport._link cimport (
-    KICK_FULL, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, is_early_broadcast,
-    slot_acquire, slot_release,
-)
-from fastps.transport.frame cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, KIND_ERROR, KIND_PULL, KIND_PUSH, KIND_RESULT,
-    Header,
-)
-
-cdef enum:
-    LASTING_FROM = 4000         # smaller frames are copied, whoever sends them
-    ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
-    REFUSED = -1
-    MAX_RULED = 256             # contributors under a rule: MAX_VOICES of fastps.contract.rule
-
-# (state, event) -> state; what is not here cannot happen.
-TRANSITIONS = {
-    (IDLE, BEGIN): OPEN,
-    (OPEN, LAST_SUM): DONE,
-    (OPEN, FAIL): FAILED,
-    (DONE, BEGIN): OPEN,
-    (FAILED, BEGIN): OPEN,
-}
-cdef int8_t[4][3] C_TRANSITIONS
-memset(C_TRANSITIONS, REFUSED, sizeof(C_TRANSITIONS))
-for (_state, _event), _next in TRANSITIONS.items():
-    C_TRANSITIONS[<int>_state][<int>_event] = _next
-
-
-include "_rounds_send.pxi"
-include "_rounds_sum.pxi"
-
+# Part of _policies.pyx: rounds are made and freed, contributions arrive, members go.
 
 # ---------------------------------------------------------------- making and freeing
 
@@ -127,7 +34,7 @@ cdef void lay_out_round(Round* round, Sum* sum, char* cursor, int n_tables) noex
     round.arrived = <uint16_t*>cursor
 
 
-cdef int make_state(Entry* entry) noexcept nogil:
+cdef int make_rounds(Entry* entry) noexcept nogil:
     """Make room for two rounds, once; entry.lock is held, or nobody knows the entry yet."""
     cdef int n_tables = 3 if entry.store.lasting_limit else 2
     cdef size_t nbytes = round_bytes(entry, n_tables)
@@ -168,7 +75,7 @@ cdef int sum_make(Entry* entry) noexcept nogil:
     cdef int i
     if entry.store.lasting_limit == 0:
         return OK
-    if make_state(entry) != OK:
+    if make_rounds(entry) != OK:
         return E_NOMEM
     for i in range(2):
         for index in range(entry.cast.n_members):
@@ -458,8 +365,8 @@ cdef char* lend_place(Round* round, Contribution* part, const Header* header) no
     return buffer[0] + (header.offset - unit * entry.unit_bytes)
 
 
-cdef int place_frame(Round* round, Contribution* part, const Header* header, const char* payload,
-                     char** place) noexcept nogil:
+cdef int place_contribution(Round* round, Contribution* part, const Header* header,
+                            const char* payload, char** place) noexcept nogil:
     """Note where a frame lies in its sender's memory, or give it a place of ours.
 
     What is lent and will not be read any more is passed over; a unit of several frames has to be
@@ -482,14 +389,14 @@ cdef int sum_admit(Entry* entry, uint32_t index, Link* link, const Header* heade
     cdef Round* round
     cdef int status
     pthread_mutex_lock(&entry.lock)
-    status = make_state(entry)
+    status = make_rounds(entry)
     if status == OK:
         round = &(<Sum*>entry.state).rounds[header.key_version & 1]
         status = enter_round(round, index, header)
         if link.capabilities & LINK_CAN_PROMISE and not header.flags & FLAG_BROADCAST:
             round.sum.is_promised = True    # or will be, as soon as this frame's place is told
     if status == OK and header.kind == KIND_PUSH:
-        status = place_frame(round, &round.parts[index], header, payload, place)
+        status = place_contribution(round, &round.parts[index], header, payload, place)
     pthread_mutex_unlock(&entry.lock)
     return status
 

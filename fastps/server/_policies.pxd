@@ -228,3 +228,11 @@ cdef inline int hand_to_engine(Entry* entry, int32_t priority, Job* job) noexcep
     if status:
         fps_add32(&entry.store.jobs_open, -1)
     return status
+
+
+cdef Policy SUM_POLICY
+cdef Policy ACCUMULATE_POLICY
+
+# Look whether the round of a key that gathers ends, if its deadline is over now. Gives when to
+# look again, INT64_MAX: not by itself.
+cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil

@@ -1,9 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-# The layout of the synchronous sum: two rounds per key, one contribution per member.
-from libc.stdint cimport int32_t, int8_t, int64_t, uint8_t, uint16_t, uint32_t
-
-from fastps.server._policy cimport Entry, Job, Policy
-from fastps.transport._link cimport SendItem
+# Part of _policies.pyx: the layout of the synchronous sum.
+#
+# Sum, the first policy of the store: all push, the sum goes to all, one round after the other.
+#
+# Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. A round goes
+# through the states and events of TRANSITIONS; nothing else decides what may follow what, and the
+# model in the tests goes by the same table. A contributor's frames land in a buffer that the pool
+# lends for a unit, which is a frame's chunk unless the rule needs more at once. When unit u of
+# everybody is there, one thread sums it in the order of the cast over the buffer of the first that
+# has one, gives the others back, and queues the result on the links of all readers at once; nobody
+# has to ask for it. The last link that has sent it gives its buffer back. So memory holds what
+# some have pushed and others have not, at most 2 x contributors x the bytes owned, usually a few
+# units; and the buffers lent are those used last, which the processor still has in its cache.
+#
+# A rule may want to look at all units before it makes any. Then a unit that is ready is looked at,
+# and kept; with the last one the first is made, and each that is made lets the next one be.
+#
+# A pusher in the store's own process lends its memory instead (adopt): it is read once, by the
+# sum, and never written. It stays readable until the pusher got the result of its last unit, by
+# when every unit was summed; or the ERROR of the round, which is held back while a sum reads and
+# after which none begins; or until its link ended, which fails every round that it lent to.
+#
+# Over links whose peers write into our memory without asking, units have lasting buffers: the same
+# for every second round, kept from declaration on, 2 x contributors x the bytes owned up to a
+# bound. Tensors that were used and have no promise (parameters that are broadcast once) give
+# theirs up. All else of a key is made at its first use: a name that is only declared costs 200
+# bytes.
+#
+# Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
+# That needs every pusher's push of v + 1, which each of them sends only after it has received all
+# of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
+# worker that breaks this is cut off (E_PROTOCOL), and a frame that comes before the link has said
+# that a result has left is put off (E_TIMEOUT), so a buffer in flight is never written. A round
+# v + 1 that fails breaks the chain: who writes without asking hears of that only when the results
+# of v have left.
+#
+# A PULL joins a round without a contribution. A broadcast is a round with one contribution, and
+# readers who do not contribute always pull; a contributor that pulls in another round leaves its
+# contribution out, and fails the round unless the quorum of the cast allows for that. A member
+# that left makes every round fail that it has not contributed to, with its number as the culprit.
+#
+# Threads. admit and landed run on I/O threads, sums on the engine thread of the key (small units,
+# or all when there are no engines, on the I/O thread that brought the last arrival). entry.lock is
+# the only lock; no sum happens under it and nothing waits under it.
 
 cpdef enum RoundState:
     IDLE = 0                    # never used
@@ -93,4 +132,20 @@ cdef struct Sum:                # one block with its rounds' arrays, made at the
     Error* errors               # one per member, made with the first
     Round rounds[2]             # a push of version v goes to rounds[v & 1]
 
-cdef Policy SUM_POLICY
+cdef enum:
+    LASTING_FROM = 4000         # smaller frames are copied, whoever sends them
+    ROUND_FLAGS = FLAG_AVERAGE | FLAG_BROADCAST     # what all pushers must agree on
+    REFUSED = -1
+
+# (state, event) -> state; what is not here cannot happen.
+TRANSITIONS = {
+    (IDLE, BEGIN): OPEN,
+    (OPEN, LAST_SUM): DONE,
+    (OPEN, FAIL): FAILED,
+    (DONE, BEGIN): OPEN,
+    (FAILED, BEGIN): OPEN,
+}
+cdef int8_t[4][3] C_TRANSITIONS
+memset(C_TRANSITIONS, REFUSED, sizeof(C_TRANSITIONS))
+for (_state, _event), _next in TRANSITIONS.items():
+    C_TRANSITIONS[<int>_state][<int>_event] = _next

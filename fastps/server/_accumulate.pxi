@@ -1,208 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accumulate, the second policy: each push is added at once and answered with the value by then.
-
-Theory of operation. The owner holds one value per key. The first push of a unit becomes it, as
-does every broadcast; later pushes are added in the order in which they came, whoever sends them,
-and a pull reads. Members have versions of their own and wait for nobody, except for two things: a
-pull for the first value, and the answer to each unit of a push until the slowest contributor's
-is at most `staleness` operations behind (ANY_STALENESS: never). So what a member gets of its n-th
-operation holds everybody's first n - staleness, and with 0 is the same for all. It is counted by
-unit, as credit is: a member that gets no answers pushes no further. Who leaves fails nobody and
-holds nobody.
-
-What landed queues as a turn; one thread at a time works on all turns of a key, its engine thread
-or the I/O thread that found nobody at it, so the value needs no lock and no sum happens under
-entry.lock. The buffer in which a push landed carries the answer back: a copy of the value, since
-others add to it while that is on its way. Memory: the value, and what members have in flight.
-
-A member's next operation is put off (E_TIMEOUT) until all answers to the one before have left.
-
-A value has a stamp: how many changes it has seen. It comes with every answer (header.status), and
-a pull may ask for one that has seen so many: it waits for that.
-
-Accepted, the third policy, is the same except for what a change is: contributors go in step, and
-what they push for one operation does not add to the value, but its mean, in their order, becomes
-it. Who only reads waits for nobody but them, and holds nobody up.
-
-Kept, the sixth, has its value elsewhere, what the codec of another key keeps, and a push takes its
-place: for checkpoints, when no round of that key is under way.
-
-Gathered, the fourth, is in rounds that may end without the late: see _deadline_rounds.pxi. Where
-changes travel encoded, both of pushes and of the value, it goes by whole partitions: see
-_delta_coding.pxi.
-"""
-
-from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.math cimport pow as power, sqrt, sqrtf
-from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
-
-from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT, PROBE_SERVER_SUM, now_ns,
-    probe_hit, run_rule,
-)
-from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
-from fastps.native.atomic cimport fps_add32, fps_add64, fps_load32
-from fastps.native.posix cimport pthread_mutex_lock, pthread_mutex_unlock
-from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
-from fastps.server._policy cimport (
-    Cast, Compensation, Entry, Gathering, Job, RuleArgs, blame, bytes_of, fill_header, give_back,
-    hand_to_engine, has_links, is_gone, lend, ring_news, slot_of, unit_length,
-)
-from fastps.transport._link cimport (
-    KICK_WAKE, Link, LinkSlot, SendItem, sent_fn, slot_acquire, slot_release,
-)
-from fastps.transport.frame cimport (
-    FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
-    KIND_PUSH, KIND_RESULT, Header,
-)
-
-
-cdef enum:
-    ANY_STALENESS = 0x7FFFFFFF      # that of contract/contract.py: nobody waits for anybody
-    MAX_SETTLERS = 256              # of contract/contract.py: their table lies on the stack
-
-include "_delay_compensation.pxi"
-include "_delta_coding.pxi"
-
-
-# ---------------------------------------------------------------- sending
-
-cdef void answer_sent(SendItem* item, int status) noexcept nogil:
-    cdef Turn* turn = <Turn*>item.context
-    give_back(turn.caller.value.entry, &turn.caller.buffers[turn.unit])
-    fps_add32(&turn.caller.in_flight, -1)       # last: the entry may be forgotten now
-
-
-cdef void error_sent(SendItem* item, int status) noexcept nogil:
-    fps_add32(&(<Caller*>item.context).in_flight, -1)
-
-
-cdef void send_item(Caller* caller, SendItem* item, sent_fn sent, void* context) noexcept nogil:
-    """Lend an item to a member's link; for a member that is gone it counts as sent."""
-    cdef LinkSlot* slot = slot_of(caller.value.entry, caller.index)
-    cdef Link* link = slot_acquire(slot)
-    item.header.priority = caller.priority
-    item.context = context
-    item.sent = sent
-    fps_add32(&caller.in_flight, 1)
-    if link == NULL:
-        sent(item, OK)
-        return
-    if link.send(link, item, KICK_WAKE) != OK:
-        sent(item, OK)
-    slot_release(slot)
-
-
-cdef void send_error(Caller* caller, int status) noexcept nogil:
-    """Tell a member that its operation failed; entry.lock is held."""
-    if caller.status != OK:
-        return
-    caller.status = status
-    fill_header(caller.value.entry, &caller.error.header, KIND_ERROR, caller.version)
-    caller.error.header.status = status
-    send_item(caller, &caller.error, error_sent, caller)
-
-
-cdef void send_answer(Turn* turn) noexcept nogil:
-    """Send the value as it is now, or the acknowledgement that is wanted in its place."""
-    cdef Caller* caller = turn.caller
-    cdef Entry* entry = caller.value.entry
-    cdef bint is_wanted = not caller.flags & FLAG_NO_RESULT
-    cdef SendItem* item = &turn.answer
-    probe_hit(PROBE_SERVER_RESULT, entry.key, caller.version)
-    fill_header(entry, &item.header, KIND_RESULT, caller.version)
-    item.header.flags = caller.flags
-    item.header.status = <int32_t>caller.value.stamp
-    item.nbytes = unit_length(entry, turn.unit) if is_wanted else 0
-    item.base = turn.unit * entry.unit_bytes if is_wanted else 0
-    item.chunk_bytes = entry.chunk_bytes
-    if is_coded(caller) and is_wanted:
-        put_packed(caller, item)
-    elif entry.gathers:
-        fill_gathered(caller, item)
-    else:
-        memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
-    if is_wanted and not is_coded(caller) and not is_aside(caller):
-        keep_backup(caller, turn.unit)
-    item.payload = caller.buffers[turn.unit]
-    send_item(caller, item, answer_sent, turn)
-
-
-# ---------------------------------------------------------------- turns that wait; lock held
-
-cdef void queue_turn(Caller* caller, uint32_t unit) noexcept nogil:
-    cdef Value* value = caller.value
-    cdef Turn* turn = &caller.turns[unit]
-    fps_add32(&caller.in_flight, 1)
-    turn.caller = caller
-    turn.unit = unit
-    turn.next = NULL
-    if value.first == NULL:
-        value.first = turn
-    else:
-        value.last.next = turn
-    value.last = turn
-
-
-cdef inline bint has_wanted(Caller* caller) noexcept nogil:
-    """Tell whether a pull can be answered."""
-    cdef Value* value = caller.value
-    return value.n_seeded == value.entry.n_units and (
-        value.stamp >= caller.wanted or (value.entry.gathers and caller.wanted >= ASIDE))
-
-
-cdef void wake_waiting(Value* value) noexcept nogil:
-    """Let those who pulled before there was what they want have it."""
-    cdef uint32_t index
-    for index in range(value.entry.cast.n_members):
-        if value.callers[index].is_waiting and has_wanted(&value.callers[index]):
-            value.callers[index].is_waiting = False
-            queue_turn(&value.callers[index], 0)
-
-
-cdef uint64_t farthest_version(Value* value, uint32_t unit) noexcept nogil:
-    """Say which operation may have a unit answered: so far ahead of the slowest still there."""
-    cdef Entry* entry = value.entry
-    cdef uint64_t slowest = UINT32_MAX
-    cdef uint32_t index
-    cdef Caller* caller
-    for index in range(entry.cast.n_contributors):
-        caller = &value.callers[index]
-        if not is_gone(entry, index):
-            slowest = min(slowest, caller.version if unit < caller.n_taken else caller.clock)
-    return slowest + entry.staleness
-
-
-cdef void answer_unit(Turn* turn) noexcept nogil:
-    cdef Caller* caller = turn.caller
-    if caller.flags & FLAG_NO_RESULT and turn.unit + 1 < caller.value.entry.n_units:
-        give_back(caller.value.entry, &caller.buffers[turn.unit])
-    else:
-        send_answer(turn)
-
-
-cdef void release_unit(Value* value, uint32_t unit) noexcept nogil:
-    """Answer those who are not too far ahead any more; only who works on turns may do that."""
-    cdef uint64_t farthest = farthest_version(value, unit)
-    cdef uint32_t index
-    cdef Caller* caller
-    for index in range(value.entry.cast.n_members):
-        caller = &value.callers[index]
-        if caller.n_answered != unit or caller.n_taken <= unit:
-            continue
-        if caller.version <= farthest or is_gone(value.entry, index):
-            caller.n_answered += 1
-            answer_unit(&caller.turns[unit])
-            fps_add32(&caller.in_flight, -1)
-
-
-cdef void release_all(Value* value) noexcept nogil:
-    cdef uint32_t unit
-    if value.entry.staleness != ANY_STALENESS and not value.entry.gathers:
-        for unit in range(value.entry.n_units):
-            release_unit(value, unit)
-
+# Part of _policies.pyx: turns are taken, pushes arrive, members go.
 
 # ---------------------------------------------------------------- taking turns; one thread at once
 
@@ -244,11 +41,6 @@ cdef int settle(Value* value, Turn* turn) noexcept nogil:
     return OK
 
 
-cdef inline void count_work(Entry* entry, uint32_t length) noexcept nogil:
-    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
-    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
-
-
 cdef void stamp_value(Value* value) noexcept nogil:
     """Note that the value has seen one more change."""
     pthread_mutex_lock(&value.entry.lock)
@@ -271,7 +63,7 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     if is_first and entry.settles and not turn.caller.flags & FLAG_BROADCAST:
         return E_PROTOCOL           # nothing was there before for the others to go by
     if entry.gathers:
-        return gather(turn.caller)
+        return take_update(turn.caller)
     if is_first:
         sum[0] = lend(entry, length)
     if sum[0] == NULL:
@@ -293,15 +85,6 @@ cdef int add(Value* value, Turn* turn) noexcept nogil:
     if turn.unit + 1 == entry.n_units:
         stamp_value(value)
     return pack(turn.caller, value.stamp) if is_coded(turn.caller) else OK
-
-
-cdef int count_seed(Value* value) noexcept nogil:
-    pthread_mutex_lock(&value.entry.lock)
-    value.n_seeded += 1
-    if value.n_seeded == value.entry.n_units:
-        wake_waiting(value)
-    pthread_mutex_unlock(&value.entry.lock)
-    return OK
 
 
 cdef int answer_pull(Caller* caller) noexcept nogil:
@@ -398,7 +181,7 @@ cdef void work(Value* value) noexcept nogil:
         take_turn(value, turn)
 
 
-cdef void run_job(Job* job) noexcept nogil:
+cdef void run_turns(Job* job) noexcept nogil:
     work(<Value*>job)
 
 
@@ -414,9 +197,25 @@ cdef void unlock_and_work(Value* value, int32_t priority) noexcept nogil:
         work(value)
 
 
+cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil:
+    cdef Value* value
+    cdef int64_t due = INT64_MAX
+    pthread_mutex_lock(&entry.lock)
+    value = <Value*>entry.state
+    if value != NULL and value.due:
+        due = value.due
+    if due <= now:
+        value.due = 0
+        value.is_over = value.is_moved = True
+        unlock_and_work(value, 0)
+        return INT64_MAX
+    pthread_mutex_unlock(&entry.lock)
+    return due
+
+
 # ---------------------------------------------------------------- arrivals
 
-cdef int make_state(Entry* entry) noexcept nogil:
+cdef int make_value(Entry* entry) noexcept nogil:
     """Make room for the value and all members, once; entry.lock is held."""
     cdef size_t n = entry.cast.n_members, units = entry.n_units
     cdef size_t index
@@ -430,7 +229,7 @@ cdef int make_state(Entry* entry) noexcept nogil:
         return E_NOMEM
     entry.state = value
     value.entry = entry
-    value.job.run = run_job
+    value.job.run = run_turns
     value.callers = <Caller*>(value + 1)
     value.sums = <char**>(value.callers + n)
     value.squares = value.sums + units
@@ -496,7 +295,7 @@ cdef int enter(Caller* caller, const Header* header) noexcept nogil:
     return OK if bytes_of(caller.value.entry, header) == caller.nbytes else E_PROTOCOL
 
 
-cdef int place_frame(Caller* caller, const Header* header, char** place) noexcept nogil:
+cdef int place_push(Caller* caller, const Header* header, char** place) noexcept nogil:
     cdef Entry* entry = caller.value.entry
     cdef uint32_t unit = header.offset / entry.unit_bytes
     cdef char** buffer = &caller.buffers[unit]
@@ -513,12 +312,12 @@ cdef int accumulate_admit(Entry* entry, uint32_t index, Link* link, const Header
     cdef Caller* caller
     cdef int status
     pthread_mutex_lock(&entry.lock)
-    status = make_state(entry)
+    status = make_value(entry)
     if status == OK:
         caller = &(<Value*>entry.state).callers[index]
         status = enter(caller, header)
     if status == OK and header.kind == KIND_PUSH:
-        status = place_frame(caller, header, place)
+        status = place_push(caller, header, place)
     pthread_mutex_unlock(&entry.lock)
     return status
 
@@ -559,18 +358,6 @@ cdef void accumulate_gone(Entry* entry, uint32_t index) noexcept nogil:
     value.callers[index].is_waiting = False
     value.is_moved = True
     unlock_and_work(value, 0)
-
-
-cdef void fail_caller(Caller* caller, int status) noexcept nogil:
-    cdef Entry* entry = caller.value.entry
-    if not (caller.is_open or caller.is_waiting or caller.n_answered < caller.n_taken):
-        return
-    send_error(caller, status)
-    caller.is_waiting = False
-    while caller.n_answered < caller.n_taken:
-        give_back(entry, &caller.buffers[caller.n_answered])
-        caller.n_answered += 1
-        fps_add32(&caller.in_flight, -1)
 
 
 cdef void accumulate_fail(Entry* entry, int status) noexcept nogil:
@@ -625,9 +412,6 @@ cdef void accumulate_free(Entry* entry) noexcept nogil:
     if entry.gathers:
         free_gathered(value)
     free(value)
-
-
-include "_deadline_rounds.pxi"
 
 
 ACCUMULATE_POLICY.make = accumulate_make

@@ -1,9 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-# The layout of the asynchronous sum: one value per key, one operation at a time per member.
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t
-
-from fastps.server._policy cimport Entry, Job, Policy
-from fastps.transport._link cimport SendItem
+# Part of _policies.pyx: the layout of the asynchronous sum.
+#
+# Accumulate, the second policy: each push is added at once and answered with the value by then.
+#
+# Theory of operation. The owner holds one value per key. The first push of a unit becomes it, as
+# does every broadcast; later pushes are added in the order in which they came, whoever sends them,
+# and a pull reads. Members have versions of their own and wait for nobody, except for two things:
+# a pull for the first value, and the answer to each unit of a push until the slowest contributor's
+# is at most `staleness` operations behind (ANY_STALENESS: never). So what a member gets of its
+# n-th operation holds everybody's first n - staleness, and with 0 is the same for all. It is
+# counted by unit, as credit is: a member that gets no answers pushes no further. Who leaves fails
+# nobody and holds nobody.
+#
+# What landed queues as a turn; one thread at a time works on all turns of a key, its engine thread
+# or the I/O thread that found nobody at it, so the value needs no lock and no sum happens under
+# entry.lock. The buffer in which a push landed carries the answer back: a copy of the value, since
+# others add to it while that is on its way. Memory: the value, and what members have in flight.
+#
+# A member's next operation is put off (E_TIMEOUT) until all answers to the one before have left.
+#
+# A value has a stamp: how many changes it has seen. It comes with every answer (header.status),
+# and a pull may ask for one that has seen so many: it waits for that.
+#
+# Accepted, the third policy, is the same except for what a change is: contributors go in step, and
+# what they push for one operation does not add to the value, but its mean, in their order, becomes
+# it. Who only reads waits for nobody but them, and holds nobody up.
+#
+# Kept, the sixth, has its value elsewhere, what the codec of another key keeps, and a push takes
+# its place: for checkpoints, when no round of that key is under way.
+#
+# Gathered, the fourth, is in rounds that may end without the late: see _deadline_rounds.pxi. Where
+# changes travel encoded, both of pushes and of the value, it goes by whole partitions: see
+# _delta_coding.pxi.
 
 cdef struct Value
 cdef struct Turn
@@ -61,8 +89,13 @@ cdef struct Value:              # one block with its arrays, made at the first u
     int64_t steps               # of the outer optimizer
     char* moments[2]            # what it keeps: loans for good; NULL: zeros
 
-# Look whether the round of a key that gathers ends, if its deadline is over now. Gives when to
-# look again, INT64_MAX: not by itself.
-cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil
-
-cdef Policy ACCUMULATE_POLICY
+cdef enum:
+    ANY_STALENESS = 0x7FFFFFFF      # that of contract/contract.py: nobody waits for anybody
+    MAX_SETTLERS = 256              # of contract/contract.py: their table lies on the stack
+    JOIN = 0x7FFFFFFF           # of contract.py: the stamp after the one that was seen last
+    ASIDE = 0x80000000          # in Caller.wanted: what the outer optimizer keeps is wanted
+    PLAIN = 0                   # of contract.Step
+    NESTEROV = 1
+    ADAM = 2
+    MISSED = 0                  # of Store.absences
+    LATE = 1
