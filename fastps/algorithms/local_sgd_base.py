@@ -34,7 +34,7 @@ from fastps.types import DType
 from fastps.worker.handle import Array, Waitable
 
 if TYPE_CHECKING:
-    from fastps.worker._tensor import PlannedTensor
+    from fastps.worker._plan import PlannedTensor
 
 _STATE = ("steps", "outer", "fragments")
 

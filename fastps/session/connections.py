@@ -48,9 +48,8 @@ from fastps.transport.tcp import choose_chunk
 from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic
 from fastps.types import DType
-from fastps.worker._codec import Decoding, Encoding
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import Decoding, Encoding, PlannedTensor
 from fastps.worker.local import LocalGroup
 
 if TYPE_CHECKING:

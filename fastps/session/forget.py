@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastps.session.single_worker import Tensors
     from fastps.session.ways import RouteChecker
     from fastps.worker._engine import WorkerEngine
-    from fastps.worker._tensor import PlannedTensor
+    from fastps.worker._plan import PlannedTensor
 
 
 @contextlib.contextmanager

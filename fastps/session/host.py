@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastps.control.client import PendingReply
     from fastps.control.protocol import Done, Layout, TensorPoisoned, TensorSpec
     from fastps.session.connections import Connections
-    from fastps.worker._tensor import PlannedTensor
+    from fastps.worker._plan import PlannedTensor
 
 
 class StartedTensor(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastps.control.protocol import Layout, Told
     from fastps.session.host import SessionHost, StartedTensor
     from fastps.session.steps import Steps
-    from fastps.worker._tensor import PlannedTensor, Ticket
+    from fastps.worker._plan import PlannedTensor, Ticket
     from fastps.worker.handle import Array, Handle
 
 # What counts operations: the name of a tensor, or the channel of a group. All workers agree on it.

@@ -84,7 +84,7 @@ from fastps.worker.handle import Array, OperationHandle, Waiting
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient, PendingReply
     from fastps.session.groups import Groups
-    from fastps.worker._tensor import PlannedTensor, Ticket
+    from fastps.worker._plan import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
 

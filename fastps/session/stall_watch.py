@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fastps.session.host import GroupTable, SessionHost
     from fastps.session.steps import Steps
     from fastps.session.ways import RouteChecker
-    from fastps.worker._tensor import PlannedTensor, Ticket
+    from fastps.worker._plan import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
 

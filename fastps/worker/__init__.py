@@ -4,6 +4,6 @@
 Decides which stages a part visits (shared memory, codec, links) and when an operation is complete.
 Must never know a framework, a session, or what an owner does with a push. Threads: callers start
 with the GIL, links and helpers complete without it.
-Read _stage.pxd (what a stage promises), _engine.pyx, _remote.pxi (links), _local.pyx (ranks of one
-machine), handle.py (what callers wait for).
+Read _stage.pxd (what a stage promises), _engine.pyx, _remote.pxi (links), _plan.pyx (tensors and
+the other stages), _local*.pxi (ranks of one machine), handle.py (what callers wait for).
 """

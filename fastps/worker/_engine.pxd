@@ -4,9 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport Completion
 from fastps.transport._link cimport LinkOwner, LinkSlot
-from fastps.worker._local cimport LocalStages
+from fastps.worker._plan cimport LocalStages, PlanHolder, PlannedTensor
 from fastps.worker._stage cimport Part, Plan, Stage
-from fastps.worker._tensor cimport PlanHolder, PlannedTensor
 
 cdef struct Lane:               # one link
     LinkSlot slot

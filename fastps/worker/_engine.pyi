@@ -6,8 +6,7 @@ import numpy as np
 
 from fastps.reduce.codec._coder import Coder
 from fastps.transport._link import LinkOwner
-from fastps.worker._local import LocalStages
-from fastps.worker._tensor import PlannedTensor, StageHolder, Ticket
+from fastps.worker._plan import LocalStages, PlannedTensor, StageHolder, Ticket
 
 @final
 class WorkerEngine(LinkOwner):

@@ -4,7 +4,7 @@
 Theory of operation. Declaring a tensor makes all its records; starting an operation only fills
 them in and gives each part to the first stage of the plan (see _stage.pxd). Apart from others the
 plan is one stage, the links to the servers; on a machine of several ranks their shared memory
-(_local.pyx) comes before, and after it for what returns. An operation is done when all its parts
+(_local*.pxi) comes before, and after it for what returns. An operation is done when all its parts
 are through; so whoever sees the completion may free the arrays, whatever happened.
 
 Links. A part leaves as one SendItem, and its results land straight in the output array, which may
@@ -43,13 +43,12 @@ from fastps.transport.frame cimport (
     FLAG_AVERAGE, FLAG_BROADCAST, FLAG_NO_RESULT, FLAG_PLAIN, KEY_BITS, KIND_ERROR, KIND_PULL,
     KIND_PUSH, KIND_RESULT, Header,
 )
-from fastps.worker._local cimport LocalStages
+from fastps.worker._plan cimport (
+    MAX_LOCAL, LocalStages, PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
+)
 from fastps.worker._stage cimport (
     CODED, SPEAKS, Part, Plan, Record, Sending, Stage, begins_with, fail_part, key_of, stage_done,
     start_parts,
-)
-from fastps.worker._tensor cimport (
-    PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
 )
 
 from collections import deque
@@ -334,7 +333,7 @@ cdef class WorkerEngine(LinkOwner):
         cdef PlannedTensor tensor
         cdef bint is_root = root == self.remote.me
         cdef uint32_t place = 0 if self.local is None else self.local.place_of(root)
-        cdef bint is_here = is_root if self.local is None else place < self.local.local.n
+        cdef bint is_here = is_root if self.local is None else place < MAX_LOCAL
         cdef bint gives
         for tensor in tensors:
             if tensor.record.adds:

@@ -1,5 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _local.pyx: the ring of tasks, and how ranks wake each other.
+# Part of _plan.pyx: the ring of tasks, and how ranks wake each other.
+#
+# The ranks of one machine: reduce in shared memory, whoever has time does the work.
+#
+# Theory of operation. Every rank has an arena that all the others map. To start an operation a
+# rank writes down where its arrays lie and counts itself in; the last one to come knows that all
+# inputs are there and publishes a task: a range of bytes, cut into chunks. All ranks walk the ring
+# of tasks in the order of publication. Where the arrays lie in shared memory anybody can do any
+# chunk: it adds the inputs in rank order and writes all outputs, so a rank that is stopped or
+# computes elsewhere holds nobody up, and no byte is copied before the sum. Small operations the
+# last one does at once. Small private arrays go by a copy in the arena; large ones by the stage:
+# each rank puts the chunks that others sum into slots of its arena, sums its own, and takes the
+# results out again, a few chunks behind, so that what is staged stays in the caches.
+#
+# With servers (several machines) the task of a part ends in the output of one rank, which pushes
+# it; when the result has landed there a second task brings it to the others.
+#
+# There is no lock in shared memory. Tickets are counted, flags are numbers that only grow, and a
+# place in the ring is used again only after every rank has passed it. So a rank may be killed
+# anywhere: the others wait, until the scheduler tells them.
+#
+# Threads. Each rank has a helper thread, which works while the user's threads compute; a user
+# thread that waits works itself, and the helper keeps out of its way. One thread of a rank walks
+# the ring at a time (the runner's lock). Who finds nothing to do spins a little, giving the core
+# away, then sleeps on the rank's bell. Nothing but start() needs the GIL.
+
+cdef extern from "<sys/syscall.h>" nogil:
+    enum:
+        SYS_gettid
+
+cdef enum:
+    HELPER_SLICE_NS = 1000000000    # how long the helper sleeps at most,
+    CROWDED_SLICE_NS = 1000000      # and everybody while the ring is full: nobody tells of room
+    PAUSE_SPIN_NS = 2000            # pausing beyond this starves whoever shares the core
+    HELPER_SPIN_NS = 20000          # how long the helper looks again; its user needs the core
+    STAND_BY_NS = 200000            # how long it stays awake where it has a core of its own,
+    BACK_NS = 10000                 # and how long it leaves what comes to a user who has just left
+    STAND_BY_PAUSES = 16            # between two looks
+    TURN_NS = 3000                  # who has given the core away so long, somebody else had it
+    MOVE_NS = 5000000               # where all cores are taken, that does no good
+    PRIVATE = -1                    # an array that only its owner can reach
+    PAGE = 4096
+    INLINE_BYTES = 64 << 10         # summed by the last to arrive; waking others takes longer
+    SHADOW_BYTES = 256 << 10        # private arrays up to this size are copied at the start
+    CACHE_BYTES = 768 << 10         # of a core's second level, for the chunks under way
+    MIN_CHUNK_BYTES = 32 << 10
+    USERS = 1                       # who sleeps on a bell: bits for fps_sleep()
+    HELPER = 2
+    ENDING_NS = 1000000000      # for frames that are still in the pipes to leave
+    LEFT_IDLE = 1
+    LEFT_AT_WORK = 2
 
 # ---------------------------------------------------------------- places in the memory
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _local.pyx: the two stages, how an operation begins, and how it is called off.
+# Part of _plan.pyx: the two stages, how an operation begins, and how it is called off.
 
 # ---------------------------------------------------------------- starting
 

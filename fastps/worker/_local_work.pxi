@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _local.pyx: what a rank does with the tasks of the ring. The runner's lock is held.
+# Part of _plan.pyx: what a rank does with the tasks of the ring. The runner's lock is held.
 
 # ---------------------------------------------------------------- the end of a part here
 

@@ -2,7 +2,7 @@
 """Bring the ranks of one machine together: their memory, then the stages that work in it.
 
 Decides how much is shared and who leads; the memory itself is of transport/shm.py, the work of
-_local.pyx. Called once per session, on its thread; blocks until all ranks of the machine came.
+_local*.pxi. Called once per session, on its thread; blocks until all ranks of the machine came.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastps.transport._link import Block, LinkOwner, Mapping
 from fastps.transport.pipe.ptrace import choose_root, list_ancestors
 from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._local import LocalStages, control_bytes, stage_area_bytes
+from fastps.worker._plan import LocalStages, control_bytes, stage_area_bytes
 
 log = logging.getLogger(__name__)
 

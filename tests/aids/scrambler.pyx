@@ -14,7 +14,7 @@ from fastps._core cimport (
 )
 from fastps.native.atomic cimport fps_load32, fps_store32
 from fastps.worker._stage cimport SPEAKS, Part, Stage, key_of, stage_done
-from fastps.worker._tensor cimport StageHolder
+from fastps.worker._plan cimport StageHolder
 
 cdef struct Pipe:
     Queue* queue

@@ -23,7 +23,7 @@ from fastps.server._store import ServerStore
 from fastps.transport._link import InprocTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 
 NBYTES, PARTITION, CHUNK = 4 << 20, 1 << 20, 128 << 10
 N_CHUNKS = NBYTES // CHUNK

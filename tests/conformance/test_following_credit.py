@@ -20,7 +20,7 @@ from fastps.server._store import ServerStore
 from fastps.transport.tcp._transport import TcpTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 
 CHUNK = 16 << 10
 CREDIT = 4 * CHUNK

@@ -23,8 +23,8 @@ from fastps.reduce.codec._coder import Coder
 from fastps.server._policies import RuledRule
 from fastps.server._store import ServerStore
 from fastps.types import DType
-from fastps.worker._codec import Decoding, Encoding
 from fastps.worker._engine import WorkerEngine
+from fastps.worker._plan import Decoding, Encoding
 
 N = 4
 CHUNK, PARTITION = 4096, 16384

@@ -18,7 +18,7 @@ from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 
 N_WORKERS, N_SERVERS = 3, 2
 PARTITION, CHUNK = 64 << 10, 16 << 10

@@ -15,7 +15,7 @@ from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 
 N_WORKERS, N_TENSORS = 2, 8
 CHUNK = 4 << 10

@@ -14,7 +14,7 @@ from test_layers import FLOORS
 
 HEAVY = ("numba", "llvmlite", "msgspec", "asyncio", "socket", "concurrent.futures")
 BELOW = ("session.session", "session.connections", "session.server_links", "control", "transport",
-         "server", "reduce", "_core", "worker._engine", "worker._local", "worker._tensor",
+         "server", "reduce", "_core", "worker._engine", "worker._plan",
          "frameworks", "collectives.objects")  # fmt: skip
 ROOMS = tuple(f"fastps.{name}" for name in BELOW)
 GROUND = sorted(

@@ -36,7 +36,7 @@ from fastps.server._store import ServerStore
 from fastps.transport.rdma._transport import RdmaTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 
 NBYTES = 20000
 MISMATCH = -5

@@ -20,7 +20,7 @@ from fastps.errors import FastPSError, PeerLostError, ProtocolError, ShutdownErr
 from fastps.transport._link import InprocTransport
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 
 TIMEOUT_S = 60.0
 SHORT_S = 0.05

@@ -22,7 +22,7 @@ from fastps.server._store import ServerStore
 from fastps.transport._link import InprocTransport, LinkOwner
 from fastps.types import DType
 from fastps.worker._engine import WorkerEngine
-from fastps.worker._tensor import PlannedTensor
+from fastps.worker._plan import PlannedTensor
 from fastps.worker.local import LocalGroup
 
 TIMEOUT_S = 20.0

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Sequence
-from typing import Any, TypeGuard, final
+from typing import Any, Self, TypeGuard, final
 
 import numpy as np
 from typing_extensions import disjoint_base
 
 from fastps.control.protocol import Layout
+from fastps.transport._link import Mapping
+from fastps.transport.pipe._transport import PipeTransport
+from fastps.transport.shm import Arena
 
 @disjoint_base
 class StageHolder: ...
@@ -65,3 +68,33 @@ class PlannedTensor:
     def lend(
         self, array: np.ndarray[Any, Any] | None, output: np.ndarray[Any, Any] | None
     ) -> Ticket: ...
+
+@final
+class Encoding(StageHolder):
+    def __new__(cls) -> Self: ...
+    def go(self, n_threads: int) -> None: ...
+    def statistics(self) -> dict[str, int]: ...
+    def close(self, *, timeout_s: float) -> bool: ...
+
+@final
+class Decoding(StageHolder):
+    def __new__(cls, encoding: Encoding) -> Self: ...
+
+def control_bytes(n: int) -> int: ...
+def stage_area_bytes(stage_bytes: int) -> int: ...
+
+@final
+class LocalStages:
+    pipes: PipeTransport
+    def __new__(
+        cls,
+        *,
+        ranks: Sequence[int],
+        index: int,
+        control: Mapping,
+        arenas: Sequence[Mapping],
+        arena: Arena,
+        stage_bytes: int,
+        n_workers: int,
+        has_room: bool = False,
+    ) -> Self: ...

@@ -1,38 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A declared tensor: its plan, and arrays that are exported while an operation is in flight.
-
-Knows nothing of links or shared memory: that is the stages' business. All fields but the record's
-are read and written with the GIL.
-"""
-
-cimport cython
-cimport numpy
-
-from libc.stdint cimport int32_t, int64_t, uint32_t
-from libc.stdlib cimport free
-from libc.string cimport memcpy
-
-from fastps._core cimport (
-    OK, SPAN_WAIT, Completion, completion_is_done, completion_wait, deadline_of, is_traced,
-    now_ns, trace_span, tracing,
-)
-from fastps.native.atomic cimport fps_add32, fps_load32
-from fastps.native.id_table cimport table_clear
-from fastps.native.posix cimport sched_yield
-from fastps.transport.frame cimport FLAG_AVERAGE, FLAG_BROADCAST, KEY_BITS
-from fastps.worker._stage cimport MAX_STAGES
-
-from numpy import ndarray
-
-from fastps.errors import DuplicateNameError, FastPSError
-from fastps.types import DType, numpy_dtype
-
-cdef extern from "Python.h":
-    int PyErr_CheckSignals() except -1
-
-cdef enum:
-    NS_PER_US = 1000
-    SIGNAL_SLICE_NS = 100000000     # how often a thread that works looks for Ctrl-C
+# Part of _plan.pyx.
+#
+# A declared tensor: its plan, and arrays that are exported while an operation is in flight.
+#
+# Knows nothing of links or shared memory: that is the stages' business. All fields but the
+# record's are read and written with the GIL.
 
 
 cdef class StageHolder:

@@ -1,28 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""COMPRESS and DECOMPRESS: what encodes parts before the links and decodes what comes back.
+# Part of _plan.pyx.
+#
+# COMPRESS and DECOMPRESS: what encodes parts before the links and decodes what comes back.
+#
+# Two stages and one queue, most urgent first, for threads of our own: encoding takes longer than
+# an I/O thread may, and the user computes meanwhile. A part keeps its code and the memory it
+# encodes to from declaration on (Part.code, Part.wire); results land where it was pushed from, and
+# are decoded into the user's output. One part is in one stage at a time, so nothing of it is
+# locked.
 
-Two stages and one queue, most urgent first, for threads of our own: encoding takes longer than an
-I/O thread may, and the user computes meanwhile. A part keeps its code and the memory it encodes to
-from declaration on (Part.code, Part.wire); results land where it was pushed from, and are decoded
-into the user's output. One part is in one stage at a time, so nothing of it is locked.
-"""
+cdef enum:
+    MAX_CODEC_THREADS = 64
 
-cimport cython
-from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport free, realloc
-
-from fastps._core cimport (
-    E_NOMEM, OK, SPAN_DECODE, SPAN_ENCODE, Thread, deadline_of, is_traced, now_ns, queue_close,
-    queue_create, queue_free, queue_pop, queue_push, thread_create, thread_join, trace_span,
-)
-from fastps.native.atomic cimport fps_add64, fps_load32, fps_load64
-from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
-from fastps.transport.frame cimport FLAG_PLAIN, KIND_PULL
-from fastps.worker._stage cimport CODED, SPEAKS, Part, Record, Stage, key_of, stage_done
-from fastps.worker._tensor cimport StageHolder
-
-from fastps.errors import FastPSError
-
+cdef struct Works:              # shared by both stages
+    Queue* queue                # of Part*
+    int64_t bytes_before        # of what was encoded; atomic
+    int64_t bytes_after
 
 cdef struct Scratch:
     char* place
@@ -115,6 +108,10 @@ cdef void codec_cancel(Stage* stage, Part* part) noexcept nogil:
 cdef class Encoding(StageHolder):
     """The stage before the links; has the threads, none until go() is called."""
 
+    cdef Works works
+    cdef Thread* threads[MAX_CODEC_THREADS]
+    cdef int n_threads
+
     def __cinit__(self):
         self.stage.run = encode_run
         self.stage.cancel = codec_cancel
@@ -127,7 +124,7 @@ cdef class Encoding(StageHolder):
     def go(self, int n_threads):
         """Start as many threads, if there are none yet."""
         cdef Thread* thread
-        while self.n_threads < min(n_threads, MAX_THREADS):
+        while self.n_threads < min(n_threads, MAX_CODEC_THREADS):
             thread = thread_create(b"codec", self.n_threads, works_main, &self.works)
             if thread == NULL:
                 raise FastPSError("cannot start a thread of the codec; check `ulimit -u`")
@@ -162,6 +159,8 @@ cdef class Encoding(StageHolder):
 @cython.final
 cdef class Decoding(StageHolder):
     """The stage after the links, on the threads of another."""
+
+    cdef Encoding encoding      # keeps it
 
     def __cinit__(self, Encoding encoding not None):
         self.encoding = encoding
