@@ -240,7 +240,7 @@ def compressed() -> dict[str, float]:
     )  # fmt: skip
     optimizer.compression = Compression.int8()
     model(torch.ones(2)).sum().backward()
-    with pytest.raises(ValueError, match="what neighbors send, not of allreduce"):
+    with pytest.raises(ValueError, match="neighbor_allreduce, not allreduce"):
         optimizer.step()
     end()
     return found
@@ -286,7 +286,7 @@ def liars() -> dict[str, float]:
     )
     optimizer.rule = fps.CoordinateMedian()
     model(torch.ones(2)).sum().backward()
-    with pytest.raises(ValueError, match="what neighbors have, not allreduce"):
+    with pytest.raises(ValueError, match="neighbor_allreduce, not allreduce"):
         optimizer.step()
     end()
     return {} if me == n - 1 else errors
@@ -516,12 +516,12 @@ def knobs() -> str:
     with pytest.raises(ValueError, match="distributed one already"):
         fps.DistributedDecentLaMOptimizer(optimizer, model)
     other = torch.optim.SGD(make(0).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="give all models"):
+    with pytest.raises(ValueError, match="list of all models"):
         fps.DistributedExactDiffusionOptimizer(other, model)
     with pytest.raises(TypeError, match="cannot be copied"):
         optimizer.__reduce_ex__(4)
     torch.optim.lr_scheduler.StepLR(other, 1)
-    with pytest.raises(ValueError, match="schedulers after"):
+    with pytest.raises(ValueError, match="learning rate scheduler already"):
         fps.DistributedAdaptThenCombineOptimizer(other, make(0))
     forward_alone(me)
     for place, style in enumerate(itertools.product((True, False), (1, 2))):

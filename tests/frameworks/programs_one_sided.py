@@ -194,7 +194,7 @@ def refusals() -> str:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
     optimizer = fps.DistributedPushSumOptimizer(torch.optim.Adam(model.parameters()), model)
     other = nn.Linear(3, 4)
-    with pytest.raises(ValueError, match="give another window_prefix"):
+    with pytest.raises(ValueError, match="pass another window_prefix"):
         fps.DistributedPushSumOptimizer(torch.optim.Adam(other.parameters()), other)
     fps.DistributedWinPutOptimizer(torch.optim.Adam(other.parameters()), other, 1, "other.")
     for one in model.parameters():

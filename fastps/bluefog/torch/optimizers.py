@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fastps.torch as fps
-from fastps.frameworks.torch.decentralized.optimizer import AdaptThenCombine, Way
+from fastps.frameworks.torch.decentralized.optimizer import AdaptThenCombine, Algorithm
 from fastps.frameworks.torch.optimizer.synchronous import SynchronizedOptimizer
 from fastps.session.current import current
 from fastps.torch import CommunicationType
@@ -44,8 +44,8 @@ class _Extras:
         self._optimizer, self._models = optimizer, models
         self._has_warned = False
         self._hooks: list[Any] = []  # of the timeline
-        way: Way | None = getattr(optimizer, "_way", None)
-        self._passes = 1 if way is None else way.passes
+        algorithm: Algorithm | None = getattr(optimizer, "_algorithm", None)
+        self._passes = 1 if algorithm is None else algorithm.passes
         # before the hook that counts forward passes
         models[0].register_forward_pre_hook(self._forward, prepend=True)
         vars(optimizer).update(
@@ -63,17 +63,17 @@ class _Extras:
                 self._warn("gradients are averaged after each")
                 self._optimizer.synchronize()  # what comes is added to the average
             return
-        way: Way = self._optimizer._way
-        is_whole = max(way._counts.values(), default=0) >= way.passes
-        if is_whole and isinstance(way, AdaptThenCombine):
+        algorithm: Algorithm = self._optimizer._algorithm
+        is_whole = max(algorithm._counts.values(), default=0) >= algorithm.passes
+        if is_whole and isinstance(algorithm, AdaptThenCombine):
             self._warn("each is a step of its own")
             self._optimizer.step()  # the parameters have been updated already
             self._optimizer.zero_grad()
         elif is_whole:
             self._warn("their gradients are added")
-            way.passes += 1
-        elif not any(way._counts.values()):
-            way.passes = self._passes
+            algorithm.passes += 1
+        elif not any(algorithm._counts.values()):
+            algorithm.passes = self._passes
 
     def _warn(self, what: str) -> None:
         if not self._has_warned:

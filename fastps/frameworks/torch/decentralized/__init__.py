@@ -2,8 +2,8 @@
 """Optimizers and operations among neighbours on a graph of workers.
 
 neighbors.py           operations among neighbours
-optimizer.py           optimizers that average models with them
-corrections.py         gradient tracking, exact diffusion: what corrects mixing
+optimizer.py           optimizers that average models with neighbours
+corrections.py         gradient tracking, exact diffusion, DecentLaM, NoLoCo
 windows.py             one-sided windows
 window_optimizers.py   optimizers by windows
 """

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways of optimizer.py that correct what mixing does wrong, and gossip of outer updates.
+"""Algorithms that correct the errors of plain mixing, and gossip of outer updates.
 
-Momentum, the bias of different data, or both. Letters and threads as there.
+The errors are those of momentum, and the bias where workers have different data. Letters and
+threads as in optimizer.py.
 """
 
 from __future__ import annotations
@@ -13,32 +14,31 @@ import numpy as np
 import torch
 
 from fastps.frameworks.torch.decentralized.optimizer import (
+    Algorithm,
     DecentralizedOptimizer,
     Mixer,
     Models,
-    Way,
-    adopt_with,
+    adopt,
 )
 from fastps.session.current import current
 
 
-class DecentLaM(Way):
+class DecentLaM(Algorithm):
     """Correct momentum: m <- beta m + (x - A(x - lr g)) / lr; x <- x - lr m.
 
     Yuan et al., "DecentLaM: decentralized momentum SGD for large-batch deep training", ICCV 2021,
-    algorithm 2. The optimizer gets what stands for the gradient, so its momentum is m.
+    algorithm 2. The optimizer gets the corrected gradient, so its own momentum is m.
     """
 
     def mixed_step(self) -> None:
-        """Put what stands for the gradient in its place, and step."""
+        """Replace the gradient by (x - A(x - lr g)) / lr, and step."""
         rates = {one: float(group["lr"]) for group in self.optimizer.param_groups
                  for one in group["params"]}  # fmt: skip
         before = {one: one.detach().clone() for one in self.parameters}
         for one in self.parameters:
             if one.grad is not None:
                 one.sub_(one.grad, alpha=rates[one])
-        self.mixer.start_all()
-        self.mixer.finish()
+        self.mixer.mix()
         for one in self.parameters:
             is_moving = rates[one] != 0.0
             one.grad = (before[one] - one) / rates[one] if is_moving else torch.zeros_like(one)
@@ -46,7 +46,7 @@ class DecentLaM(Way):
         self.optimizer.step_of()
 
 
-class ExactDiffusion(Way):
+class ExactDiffusion(Algorithm):
     """Correct the bias: psi = x - opt(g); x <- (A + I) / 2 (psi + x - psi_before).
 
     Yuan, Ying, Zhao and Sayed, "Exact diffusion for distributed optimization and learning", 2019.
@@ -57,7 +57,7 @@ class ExactDiffusion(Way):
         self._psi: dict[torch.Tensor, torch.Tensor] = {}
 
     def mixed_step(self) -> None:
-        """Step, correct, mix, and take half of that."""
+        """Step, correct, mix, and average with the values before mixing."""
         before = {one: one.detach().clone() for one in self.parameters}
         self.optimizer.step_of()
         for one in self.parameters:
@@ -65,13 +65,12 @@ class ExactDiffusion(Way):
             one.add_(before[one]).sub_(self._psi.get(one, before[one]))
             self._psi[one] = psi
             before[one] = one.detach().clone()
-        self.mixer.start_all()
-        self.mixer.finish()
+        self.mixer.mix()
         for one in self.parameters:
             one.add_(before[one]).mul_(0.5)
 
 
-class GradientTracking(Way):
+class GradientTracking(Algorithm):
     """Follow the average of gradients: x <- A(x) - opt(q); q <- A(q) + g - g_before.
 
     Di Lorenzo and Scutari, "NEXT", 2016; Nedic, Olshevsky and Shi, "Achieving geometric
@@ -85,7 +84,7 @@ class GradientTracking(Way):
         self._tracker = Mixer(self.optimizer, self._q, f"{self.name}gradients")
 
     def mixed_step(self) -> None:
-        """Wait for A(q), which travelled during forward and backward; send q and x again."""
+        """Wait for A(q), which was mixed during forward and backward; send q and x again."""
         self._tracker.finish()
         for one, q, before in zip(self.parameters, self._q, self._before, strict=True):
             gradient = torch.zeros_like(one) if one.grad is None else one.grad
@@ -99,12 +98,13 @@ class GradientTracking(Way):
         self.optimizer.step_of()
 
 
-class NoLoCo(Way):
-    """Gossip of outer updates: after J local steps, with one other worker at random.
+class NoLoCo(Algorithm):
+    """Gossip of outer updates: after some local steps, with one other worker at random.
 
-    m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x of the
-    last time and means are of the two. After Kolehmainen et al., "NoLoCo: No-all-reduce low
-    communication training method for large models", 2025, as its authors' programs do the step.
+    m = alpha m + beta mean(x - s) - gamma (s - mean(s)); s <- s + m; x <- s, where s is x after
+    the last exchange and means are of the two workers. After Kolehmainen et al., "NoLoCo:
+    No-all-reduce low communication training method for large models", 2025; the outer step is
+    that of the authors' programs.
     """
 
     outer_lr, outer_momentum, gamma, seed = 0.7, 0.5, 0.7, 0
@@ -115,18 +115,18 @@ class NoLoCo(Way):
         self._slow = [one.detach().clone() for one in self.parameters]
         self._momentum = [torch.zeros_like(one) for one in self.parameters]
         self._means = [one.clone() for one in self._slow]
-        self._mixer_of_slow = Mixer(self.optimizer, self._means, f"{self.name}slow")
+        self._slow_mixer = Mixer(self.optimizer, self._means, f"{self.name}slow")
 
     def mixed_step(self) -> None:
-        """Step, and then mix what the last steps have changed."""
+        """Step, and then mix the changes since the last exchange."""
         self.optimizer.step_of()
-        self._meet()
+        self._choose_peer()
         for one, slow, mean in zip(self.parameters, self._slow, self._means, strict=True):
             one.sub_(slow)
             mean.copy_(slow)
-        for mixer in (self.mixer, self._mixer_of_slow):
+        for mixer in (self.mixer, self._slow_mixer):
             mixer.start_all()
-        for mixer in (self.mixer, self._mixer_of_slow):
+        for mixer in (self.mixer, self._slow_mixer):
             mixer.finish()
         for one, slow, mean, momentum in zip(
             self.parameters, self._slow, self._means, self._momentum, strict=True
@@ -136,8 +136,8 @@ class NoLoCo(Way):
             slow.add_(momentum)
             one.copy_(slow)
 
-    def _meet(self) -> None:
-        """Let the optimizer mix with the one whose turn it is."""
+    def _choose_peer(self) -> None:
+        """Set the optimizer's weights for this round's peer."""
         peer = pair_of(current().rank, current().size, seed=self.seed, number=self._round)
         self._round += 1
         self.optimizer.self_weight = 1.0 if peer is None else 0.5
@@ -146,7 +146,7 @@ class NoLoCo(Way):
 
 
 def pair_of(rank: int, size: int, *, seed: int, number: int) -> int | None:
-    """Return whom a worker meets in a round of random pairs, all alike; None: it is left over."""
+    """Return a worker's peer in a round of random pairs, the same on all; None: it has none."""
     order = [int(one) for one in np.random.default_rng([seed, number]).permutation(size)]
     place = order.index(rank) ^ 1
     return order[place] if place < size else None
@@ -158,15 +158,21 @@ def pair_of(rank: int, size: int, *, seed: int, number: int) -> int | None:
 def DistributedDecentLaMOptimizer(
     optimizer: torch.optim.Optimizer, model: Models, **options: Any
 ) -> DecentralizedOptimizer:
-    """Correct the bias of momentum; the optimizer is SGD with momentum. Options as above."""
-    return adopt_with(optimizer, DecentLaM, model, **options)
+    """Correct the bias of momentum, for SGD with momentum.
+
+    Options as for DistributedAdaptWithCombineOptimizer().
+    """
+    return adopt(optimizer, DecentLaM, model, **options)
 
 
 def DistributedExactDiffusionOptimizer(
     optimizer: torch.optim.Optimizer, model: Models, **options: Any
 ) -> DecentralizedOptimizer:
-    """Converge to the exact optimum on a static graph with symmetric weights; options as above."""
-    return adopt_with(optimizer, ExactDiffusion, model, **options)
+    """Converge to the exact optimum on a static graph with symmetric weights.
+
+    Options as for DistributedAdaptWithCombineOptimizer().
+    """
+    return adopt(optimizer, ExactDiffusion, model, **options)
 
 
 def DistributedGradientTrackingOptimizer(
@@ -174,9 +180,9 @@ def DistributedGradientTrackingOptimizer(
 ) -> DecentralizedOptimizer:
     """Converge to the exact optimum also on changing graphs; sends twice as much.
 
-    Weights have to be doubly stochastic. Options as above.
+    Weights must be doubly stochastic. Options as for DistributedAdaptWithCombineOptimizer().
     """
-    return adopt_with(optimizer, GradientTracking, model, **options)
+    return adopt(optimizer, GradientTracking, model, **options)
 
 
 def DistributedNoLoCoOptimizer(
@@ -191,22 +197,26 @@ def DistributedNoLoCoOptimizer(
     prefix: str = "",
     average_buffers: bool = False,
 ) -> DecentralizedOptimizer:
-    """Step alone, and every so many steps share what they changed with one worker at random.
+    """Do local steps, and exchange what they changed with one random worker at a time (NoLoCo).
 
-    m = outer_momentum m + outer_lr mean(x - s) - gamma (s - mean(s)); x = s = s + m, as NoLoCo.
-    gamma: what pulls two together, None for outer_lr; too little lets workers go apart. seed: of
-    the pairs, the same on all workers. Sends twice the parameters to one worker each time. The
-    weights of the optimizer are its own; whoever is left over, or whose peer is lost, goes alone.
+    m = outer_momentum m + outer_lr mean(x - s) - gamma (s - mean(s)); x = s = s + m, every
+    num_steps_per_communication steps. gamma: how strongly two workers pull together, by default
+    outer_lr; with too little, workers drift apart. seed: of the pairs, the same on all workers.
+    Sends twice the parameters to one worker each time. The optimizer sets its weights itself. A
+    worker without a peer, or whose peer is lost, takes the outer step alone.
     """
     if not 0 <= outer_momentum < 1 or outer_lr <= 0 or (gamma is not None and gamma < 0):
-        raise ValueError(f"{outer_lr=}, {outer_momentum=}, {gamma=}: momentum is from 0 to below "
-                         "1, the rate above 0, gamma not below")  # fmt: skip
-    found = adopt_with(
+        raise ValueError(
+            f"{outer_lr=} must be above 0, {outer_momentum=} at least 0 and below 1, and {gamma=} "
+            "at least 0"
+        )
+    found = adopt(
         optimizer, NoLoCo, model, num_steps_per_communication=num_steps_per_communication,
         prefix=prefix, average_buffers=average_buffers,
     )  # fmt: skip
-    assert isinstance(found._way, NoLoCo)
-    found._way.outer_lr, found._way.outer_momentum = outer_lr, outer_momentum
-    found._way.gamma = outer_lr if gamma is None else gamma
-    found._way.seed = seed
+    algorithm = found._algorithm
+    assert isinstance(algorithm, NoLoCo)
+    algorithm.outer_lr, algorithm.outer_momentum = outer_lr, outer_momentum
+    algorithm.gamma = outer_lr if gamma is None else gamma
+    algorithm.seed = seed
     return found

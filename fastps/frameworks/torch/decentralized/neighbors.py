@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations of fastps/ops/neighbors.py on torch tensors, or on lists of them.
 
-Any CPU tensor of floats will do, also one that is not contiguous; tensors are not changed, but by
-the forms with an underscore. Threads: as there.
+Tensors are on the CPU and of floats, contiguous or not; they are not changed, except by
+average_parameters(). Threads: as in ops/neighbors.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def neighbor_allreduce_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> MappedHandle[Any]:
-    """Start neighbor_allreduce() and give a handle for synchronize(); does not block."""
+    """Start neighbor_allreduce() and return a handle for synchronize(); does not block."""
     return start_mix(
         tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
         src_weights=src_weights, dst_weights=dst_weights, rule=rule, compression=compression,
@@ -74,7 +74,7 @@ def hierarchical_neighbor_allreduce_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> MappedHandle[Any]:
-    """Start hierarchical_neighbor_allreduce() and give a handle for synchronize()."""
+    """Start hierarchical_neighbor_allreduce() and return a handle for synchronize()."""
     return start_mix(
         tensor, name, Neighbors.hierarchical_allreduce, self_weight=self_weight,
         src_machine_weights=src_machine_weights, dst_machine_weights=dst_machine_weights,
@@ -98,7 +98,7 @@ def pair_gossip_async(
     pair_weight: float | None = None,
     name: str | None = None,
 ) -> MappedHandle[Any]:
-    """Start pair_gossip() and give a handle for synchronize()."""
+    """Start pair_gossip() and return a handle for synchronize()."""
     return start_mix(
         tensor, name, ops.start_pair_gossip, target=target_rank, self_weight=self_weight,
         pair_weight=pair_weight,
@@ -118,13 +118,13 @@ def neighbor_allgather_async(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> MappedHandle[torch.Tensor]:
-    """Start neighbor_allgather(); blocks until the sources have told their first dimensions."""
+    """Start neighbor_allgather(); blocks until the sources have sent their first dimensions."""
     source = sendable(check_tensor(tensor, name or "tensor"))
-    flight, _ = ops.start_neighbor_allgather(
+    handle, _ = ops.start_neighbor_allgather(
         view_of(source), src_ranks, dst_ranks, name, is_checked=enable_topo_check,
         dtype=wire_dtype(source.dtype, name or "tensor"),
     )  # fmt: skip
-    return MappedHandle([flight], lambda found: tensor_over(found[0], tensor.dtype))
+    return MappedHandle([handle], lambda found: tensor_over(found[0], tensor.dtype))
 
 
 def neighbor_allgather(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -141,7 +141,7 @@ def start_mix(
 ) -> MappedHandle[Any]:
     """Start an operation of Neighbors on a tensor or several; small ones travel together.
 
-    outs: where results go, as arrays; the promise then is of nothing new.
+    outs: arrays for the results; None: new ones.
     """
     is_one = not isinstance(tensor, Sequence)
     some = [tensor] if isinstance(tensor, torch.Tensor) or is_one else list(tensor)
@@ -152,23 +152,23 @@ def start_mix(
         return mix(current().groups.neighbors, array, out, name=label, dtype=code, **how)
 
     arrays = [view_of(one) for one in sources]
-    flight = ops.start_fused(arrays, codes, name, start, outs, how.get("rule"))
+    handle = ops.start_fused(arrays, codes, name, start, outs, how.get("rule"))
 
     def finish(found: list[Any]) -> Any:
         tensors = [tensor_over(one, source.dtype)
                    for one, source in zip(found[0], sources, strict=True)]  # fmt: skip
         return tensors[0] if is_one else tensors
 
-    return MappedHandle([flight], finish)
+    return MappedHandle([handle], finish)
 
 
 def average_parameters(
     params: Mapping[str, torch.Tensor] | Sequence[tuple[str, torch.Tensor]],
 ) -> None:
-    """Overwrite tensors on all workers with their average over all; integers are left alone.
+    """Overwrite tensors on all workers with their average over all; skip integers.
 
-    params: model.state_dict() or pairs of names and tensors, the same on all workers. Of those
-    who are left, where the job goes on without some.
+    params: model.state_dict() or pairs of names and tensors, the same on all workers. Where the
+    job goes on without lost workers, the average is over the survivors.
     """
     from fastps.frameworks.torch.ops.collectives import grouped_allreduce_  # noqa: PLC0415
 
@@ -188,6 +188,6 @@ def mean_of_those_left(
     agreed: Agreed, _neighbors: Neighbors, array: Array, out: Array, *, name: str | None,
     dtype: DType | None,
 ) -> MappedHandle[Array]:  # fmt: skip
-    """Start the mean over all who are left; it is there when the round is finished."""
+    """Start the mean over all survivors; it is complete when the round is finished."""
     agreed.start(lambda group: group.allreduce(array, out, name=name, dtype=dtype))
     return MappedHandle([], lambda _: out)

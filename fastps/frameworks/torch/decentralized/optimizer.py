@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers that average models with neighbours on a graph, around any optimizer of torch.
 
-A `Mixer` sends parameters, small ones together, and puts back what comes; a `Way` says when that
-is done and what the optimizer of torch does in between. One parameter's update is that optimizer's
-own step, seen with a single parameter, so there is no second version of any of them. x is the
-parameters of a worker, g its gradient at x, A mixing, opt(g) what the optimizer subtracts. Hooks
-run in the thread that runs forward and backward; everything else in the one that steps.
+A `Mixer` averages tensors with neighbours and writes the results back. An `Algorithm` decides when
+that happens and when the wrapped optimizer steps. To update one parameter it runs the optimizer's
+own step() with that parameter alone, so no optimizer is written twice. In the formulas x is the
+parameters of a worker, g its gradient at x, A mixing, and opt(g) what the optimizer subtracts.
+Hooks run in the thread of forward and backward; everything else in the one that steps.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from fastps.frameworks.torch.decentralized.neighbors import mean_of_those_left, 
 from fastps.frameworks.torch.gradients import unwrapped
 from fastps.frameworks.torch.ops.tensors import check_tensor, make_room, wire_dtype, write_over
 from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer
+from fastps.frameworks.torch.optimizer.step_common import loss_of, parameters_of
 from fastps.frameworks.torch.optimizer.synchronous import SynchronizedOptimizer
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
@@ -42,7 +43,7 @@ Parameters = Sequence[torch.Tensor]
 
 
 class CommunicationType(enum.Enum):
-    """What mixing is: with neighbours, with neighbouring machines, with all, or nothing."""
+    """Who takes part in mixing: neighbours, neighbouring machines, all workers, or nobody."""
 
     neighbor_allreduce = "neighbor_allreduce"
     hierarchical_neighbor_allreduce = "hierarchical_neighbor_allreduce"
@@ -57,7 +58,7 @@ def _mean_of_all(
 
 
 class DecentralizedOptimizer(torch.optim.Optimizer):
-    """What the functions below add to the class of the optimizer that they are given.
+    """The methods and attributes that the functions below add to an optimizer's class.
 
     All attributes may be changed at every iteration, on all workers alike.
     """
@@ -72,25 +73,28 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
     src_machine_weights: Mapping[int, float] | None
     dst_machine_weights: Targets | None
     enable_topo_check: bool
-    _way: Way
+    _algorithm: Algorithm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, and mix them if it is time to; blocks until both are done."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         with torch.no_grad():
-            self._way.step()
+            self._algorithm.step()
         return loss
 
     def mixing(self) -> tuple[Callable[..., Waitable], dict[str, Any]] | None:
-        """Return the operation and its keywords, as the attributes have it now."""
+        """Return the operation and its keywords by the present attributes; None: no mixing."""
         kind, is_with_neighbors = self.communication_type, CommunicationType.neighbor_allreduce
         if self.rule is not None and kind not in (is_with_neighbors, CommunicationType.empty):
-            raise ValueError(f"a rule combines what neighbors have, not {kind.value}")
+            raise ValueError(
+                f"rule= needs communication_type=neighbor_allreduce, not {kind.value}: set the "
+                "optimizer's rule to None"
+            )
         if self.compression is not None and kind is not is_with_neighbors:
-            raise ValueError(f"compression is of what neighbors send, not of {kind.value}")
+            raise ValueError(
+                f"compression needs communication_type=neighbor_allreduce, not {kind.value}: set "
+                "the optimizer's compression to None"
+            )
         if kind is CommunicationType.empty or current().size == 1:
             return None
         if kind is CommunicationType.allreduce:
@@ -108,13 +112,16 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         return Neighbors.hierarchical_allreduce, how
 
     def register_step_function(self, function: Callable[..., None]) -> None:
-        """Have function(optimizer, parameter, gradient, group) update each parameter instead.
+        """Update each parameter by function(optimizer, parameter, gradient, group) instead.
 
-        Only of an optimizer that adapts, then combines, during backward.
+        For DistributedAdaptThenCombineOptimizer with overlap=True; TypeError for others.
         """
-        if type(self._way) is not AdaptThenCombine:
-            raise TypeError("only DistributedAdaptThenCombineOptimizer takes a step function")
-        self._way.step_function = function
+        if type(self._algorithm) is not AdaptThenCombine:
+            raise TypeError(
+                "register_step_function() needs DistributedAdaptThenCombineOptimizer() with "
+                f"overlap=True, and this is {type(self).__name__}"
+            )
+        self._algorithm.step_function = function
 
     def step_of(self, parameters: Parameters | None = None) -> None:
         """Run torch's own step, for all parameters or only some, with their gradients."""
@@ -138,15 +145,15 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
 
 
 class Mixer:
-    """Mixes tensors in buckets, and puts the results into tensors, its own or others'."""
+    """Mix tensors with those of other workers, in buckets and in place."""
 
     def __init__(self, optimizer: DecentralizedOptimizer, tensors: Parameters, name: str) -> None:
         self._optimizer = optimizer
         self._name = name
         self.buckets = list(bucketed(tensors))
         self._outs = [[_room_like(one) for one in bucket] for bucket in self.buckets]
-        self._flights: dict[int, MappedHandle[Any]] = {}
-        self._agreed: Agreed | None = None  # what is under way among all who are left
+        self._handles: dict[int, MappedHandle[Any]] = {}  # by bucket
+        self._agreed: Agreed | None = None  # the round among the survivors, while it runs
 
     def start(self, index: int) -> None:
         """Start to mix a bucket."""
@@ -156,7 +163,7 @@ class Mixer:
             if operation is _mean_of_all and current().config.goes_on:
                 self._agreed = current().groups.agreed(self._name)
                 operation = partial(mean_of_those_left, self._agreed)
-            self._flights[index] = start_mix(
+            self._handles[index] = start_mix(
                 self.buckets[index], f"{self._name}.{index}", operation, self._outs[index], **how,
             )  # fmt: skip
 
@@ -166,20 +173,24 @@ class Mixer:
             self.start(index)
 
     def finish(self) -> None:
-        """Wait for what is under way, and put it into the tensors."""
+        """Wait for all buckets that were started, and write the results into the tensors."""
         agreed, self._agreed = self._agreed, None
         if agreed is not None:
             agreed.finish()
-        while self._flights:
-            index, flight = next(iter(self._flights.items()))
-            del self._flights[index]
-            found = flight.wait()
+        while self._handles:
+            index = next(iter(self._handles))
+            found = self._handles.pop(index).wait()
             for tensor, one in zip(self.buckets[index], found, strict=True):
                 write_over(tensor, one)
 
+    def mix(self) -> None:
+        """Mix all buckets, and wait for them."""
+        self.start_all()
+        self.finish()
+
 
 def bucketed(tensors: Parameters) -> Iterable[list[torch.Tensor]]:
-    """Sort from the last on, which is ready first, into lists of some bytes."""
+    """Yield lists of at most BUCKET_BYTES, from the last tensor on, which is ready first."""
     bucket: list[torch.Tensor] = []
     nbytes = 0
     for tensor in reversed(tensors):
@@ -196,11 +207,11 @@ def _room_like(tensor: torch.Tensor) -> Array:
     return make_room(current(), tensor.numel(), wire_dtype(tensor.dtype, "a parameter"))
 
 
-class Way:
-    """When parameters are mixed: the seam between hooks, mixing and steps.
+class Algorithm:
+    """When parameters are mixed, and in which order with the optimizer's own step.
 
-    passes: how many forward and backward passes belong to one mixing; a step after each of them
-    but the last is the optimizer's alone.
+    passes: the number of forward and backward passes from one mixing to the next. A step() after
+    one of the others is the optimizer's own, without mixing.
     """
 
     def __init__(
@@ -210,30 +221,30 @@ class Way:
         self.optimizer, self.passes, self.name = optimizer, passes, name
         self.parameters = _parameters_of(optimizer, models)
         self.buffers = list(buffers)
-        self.mixer = Mixer(optimizer, self.mixed(), f"{name}parameters")
-        self._mixer_of_buffers = Mixer(optimizer, self.mixed_after(), f"{name}buffers")
+        self.mixer = Mixer(optimizer, self.mixed_tensors(), f"{name}parameters")
+        self._buffer_mixer = Mixer(optimizer, self.mixed_buffers(), f"{name}buffers")
         self._counts = dict.fromkeys(self.parameters, 0)
         for parameter in self.parameters:
             hooked: Any = parameter  # torch's hooks have no types
             hooked.register_post_accumulate_grad_hook(self._count)
         self.watch(models)
 
-    def mixed(self) -> Parameters:
-        """Return what the mixer mixes."""
+    def mixed_tensors(self) -> Parameters:
+        """Return the tensors that `mixer` mixes."""
         return self.parameters
 
-    def mixed_after(self) -> Parameters:
-        """Return what is mixed after each such step: the models' buffers, if that is asked for."""
+    def mixed_buffers(self) -> Parameters:
+        """Return the buffers of the models that are mixed after each mixing step."""
         return self.buffers
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Add hooks that this way needs besides."""
+        """Add further hooks and state; called once, at the end of construction."""
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Do what can be done when the gradient of one parameter is whole."""
+        """Handle a parameter whose gradient is complete; called during backward."""
 
     def mixed_step(self) -> None:
-        """Do the step with which parameters are mixed."""
+        """Do a step that mixes parameters."""
         raise NotImplementedError
 
     def _count(self, parameter: torch.Tensor) -> None:
@@ -241,7 +252,8 @@ class Way:
         if self._counts[parameter] > self.passes:
             raise FastPSError(
                 f"{self._counts[parameter]} backward passes without step(), and "
-                f"num_steps_per_communication is {self.passes}: make it as many"
+                f"num_steps_per_communication={self.passes} allows no more than that: call "
+                "step() after each, or raise num_steps_per_communication"
             )
         if self._counts[parameter] == self.passes:
             with torch.no_grad():
@@ -252,17 +264,16 @@ class Way:
         return max(self._counts.values(), default=0) >= self.passes
 
     def step(self) -> None:
-        """Do a step: mixed if so many backward passes have been, else the optimizer's alone."""
+        """Do a mixing step if it is due, else the optimizer's own step."""
         if not self.is_due():
             self.optimizer.step_of()
             return
         self._counts = dict.fromkeys(self.parameters, 0)
         self.mixed_step()
-        self._mixer_of_buffers.start_all()
-        self._mixer_of_buffers.finish()
+        self._buffer_mixer.mix()
 
 
-class AdaptThenCombine(Way):
+class AdaptThenCombine(Algorithm):
     """Adapt, then combine: x <- A(x - opt(g)), both while backward goes on.
 
     Lopes and Sayed, "Diffusion least-mean squares over adaptive networks", 2008.
@@ -271,14 +282,14 @@ class AdaptThenCombine(Way):
     step_function: Callable[..., None] | None = None
 
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
-        """Know the bucket of each parameter, and what is left of it."""
+        """Note the bucket of each parameter, and how many of a bucket are not updated yet."""
         buckets = list(bucketed(self.parameters))
         self._home = {one: index for index, some in enumerate(buckets) for one in some}
         self._left = [len(some) for some in buckets]
         self._done: set[torch.Tensor] = set()
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """Update it; send its bucket if it was the last one."""
+        """Update the parameter, and send its bucket if it was the bucket's last one."""
         self._update(parameter)
         self._done.add(parameter)
         index = self._home[parameter]
@@ -297,7 +308,7 @@ class AdaptThenCombine(Way):
         self.step_function(self.optimizer, parameter, parameter.grad, group)
 
     def mixed_step(self) -> None:
-        """Update and send what had no gradient in the last pass, and wait for all."""
+        """Update and send parameters without a gradient in the last pass, and wait for all."""
         for parameter in self.parameters:
             if parameter not in self._done:
                 self.ready(parameter)
@@ -307,14 +318,14 @@ class AdaptThenCombine(Way):
 
 
 class GradientAllreduce(AdaptThenCombine):
-    """Step with the mean of the gradients of all who are left: x <- x - opt(mean of g).
+    """Step with the mean of all survivors' gradients: x <- x - opt(mean of g).
 
-    For jobs that go on without the lost; what a worker sends is a copy, so that those who are left
-    can do a round again.
+    For jobs that go on without lost workers. A worker sends copies of its gradients, so that the
+    survivors can repeat a round.
     """
 
-    def mixed(self) -> Parameters:
-        """Make room for gradients, which are mixed."""
+    def mixed_tensors(self) -> Parameters:
+        """Return copies of the gradients."""
         self._means = {one: torch.zeros_like(one) for one in self.parameters}
         return list(self._means.values())
 
@@ -326,11 +337,11 @@ class GradientAllreduce(AdaptThenCombine):
             mean.copy_(parameter.grad)
 
     def is_due(self) -> bool:
-        """Send in every step, as gradients of other workers do not come later."""
+        """Return True: all workers average in every step."""
         return True
 
     def mixed_step(self) -> None:
-        """Send what had no gradient in the last pass, wait for all, and step."""
+        """Average the gradients, zeros where there is none, and step."""
         super().mixed_step()
         for parameter, mean in self._means.items():
             if parameter.grad is None:
@@ -340,17 +351,16 @@ class GradientAllreduce(AdaptThenCombine):
         self.optimizer.step_of()
 
 
-class AdaptThenCombineAtOnce(Way):
-    """Adapt, then combine, all of it in step(), so that gradients may be changed before."""
+class AdaptThenCombineAtOnce(Algorithm):
+    """Adapt, then combine, both within step(), so that gradients may be changed before."""
 
     def mixed_step(self) -> None:
-        """Update, send and wait."""
+        """Step and mix."""
         self.optimizer.step_of()
-        self.mixer.start_all()
-        self.mixer.finish()
+        self.mixer.mix()
 
 
-class AdaptWithCombine(Way):
+class AdaptWithCombine(Algorithm):
     """Adapt with combine: x <- A(x) - opt(g); A(x) comes while forward and backward go on.
 
     Nedic and Ozdaglar, "Distributed subgradient methods for multi-agent optimization", 2009.
@@ -370,7 +380,7 @@ class AdaptWithCombine(Way):
             self._begin()
 
     def is_due(self) -> bool:
-        """Count what is under way too: nobody may write it, and others wait for it."""
+        """Return True also while mixing is under way: others wait, and x must not change."""
         return self._has_begun or super().is_due()
 
     def _begin(self) -> None:
@@ -383,11 +393,11 @@ class AdaptWithCombine(Way):
         self.mixer.start_all()
 
     def receive(self) -> None:
-        """Put what has come into the parameters."""
+        """Wait for A(x) and write it into the parameters."""
         self.mixer.finish()
 
     def mixed_step(self) -> None:
-        """Take what has come, and step from there."""
+        """Take over A(x), and step from there."""
         self._begin()
         self.receive()
         self._forwards, self._has_begun = 0, False
@@ -404,12 +414,14 @@ def DistributedGradientAllreduceOptimizer(
 ) -> torch.optim.Optimizer:
     """Step with gradients averaged over all workers: DistributedOptimizer() of all models.
 
-    Where on_loss="reweight" goes on without the lost, over those who are left: all of these step
-    with the same average. It then has a copy of all gradients, and the attributes of the others.
+    With on_loss="reweight" the average is over the survivors, and the same on all of them. The
+    optimizer then keeps a copy of all gradients, and has the attributes of the other optimizers.
     """
     if current().config.goes_on:
-        return _adopt(optimizer, GradientAllreduce, model, CommunicationType.allreduce,
-                      num_steps_per_communication, "", average_buffers=False)  # fmt: skip
+        return adopt(
+            optimizer, GradientAllreduce, model, communication_type=CommunicationType.allreduce,
+            num_steps_per_communication=num_steps_per_communication,
+        )  # fmt: skip
     names = ((f"{index}.{name}", one) for index, module in enumerate(_list(model))
              for name, one in module.named_parameters())  # fmt: skip
     return DistributedOptimizer(
@@ -428,16 +440,19 @@ def DistributedAdaptWithCombineOptimizer(
 ) -> DecentralizedOptimizer:
     """Mix parameters while forward and backward run, then step: x <- A(x) - opt(g(x)).
 
-    The same object comes back, with attributes that may be changed at every iteration:
+    Returns the same object, with attributes that may be changed at every iteration:
     communication_type, self_weight, src_weights, dst_weights, rule, compression,
-    consensus_step, src_machine_weights, dst_machine_weights, enable_topo_check. model: its first
-    module's forward() starts mixing.
-    num_steps_per_communication: mixing goes with every so many passes; step() after each of
-    them, or after all, whose gradients are then added. average_buffers: mix its buffers of floats
-    too. Give a second optimizer another prefix. Make learning rate schedulers afterwards.
+    consensus_step, src_machine_weights, dst_machine_weights, enable_topo_check. model: the forward
+    pass of its first module starts mixing. num_steps_per_communication: the number of passes from
+    one mixing to the next; call step() after each, or once after all to add their gradients.
+    average_buffers: mix the model's floating-point buffers too. A second optimizer needs another
+    prefix. Create learning rate schedulers after this call.
     """
-    return _adopt(optimizer, AdaptWithCombine, model, communication_type,
-                  num_steps_per_communication, prefix, average_buffers)  # fmt: skip
+    return adopt(
+        optimizer, AdaptWithCombine, model, communication_type=communication_type,
+        num_steps_per_communication=num_steps_per_communication, prefix=prefix,
+        average_buffers=average_buffers,
+    )  # fmt: skip
 
 
 def DistributedAdaptThenCombineOptimizer(
@@ -452,18 +467,21 @@ def DistributedAdaptThenCombineOptimizer(
 ) -> DecentralizedOptimizer:
     """Step, then mix: x <- A(x - opt(g(x))); otherwise as DistributedAdaptWithCombineOptimizer().
 
-    overlap: update each parameter as soon as its gradient is there and send it while backward
-    goes on. Give False to change gradients between backward() and step(), as clipping does, and
+    overlap: update each parameter as soon as its gradient is complete, and send it during
+    backward. Use False to change gradients between backward() and step(), as clipping does, and
     for an optimizer that looks at all parameters at once, as LBFGS.
     """
-    way = AdaptThenCombine if overlap else AdaptThenCombineAtOnce
-    return _adopt(optimizer, way, model, communication_type, num_steps_per_communication, prefix,
-                  average_buffers)  # fmt: skip
+    algorithm = AdaptThenCombine if overlap else AdaptThenCombineAtOnce
+    return adopt(
+        optimizer, algorithm, model, communication_type=communication_type,
+        num_steps_per_communication=num_steps_per_communication, prefix=prefix,
+        average_buffers=average_buffers,
+    )  # fmt: skip
 
 
-def adopt_with(
+def adopt(
     optimizer: torch.optim.Optimizer,
-    way: type[Way],
+    algorithm: type[Algorithm],
     model: Models,
     *,
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
@@ -471,29 +489,23 @@ def adopt_with(
     prefix: str = "",
     average_buffers: bool = False,
 ) -> DecentralizedOptimizer:
-    """Turn an optimizer into one that mixes in a way; options as of those above."""
-    return _adopt(optimizer, way, model, communication_type, num_steps_per_communication, prefix,
-                  average_buffers)  # fmt: skip
-
-
-def _adopt(
-    optimizer: torch.optim.Optimizer,
-    way: type[Way],
-    model: Models,
-    communication_type: CommunicationType,
-    passes: int,
-    prefix: str,
-    average_buffers: bool,
-) -> DecentralizedOptimizer:
-    """Turn the optimizer into one that mixes."""
+    """Turn an optimizer into one that mixes by an algorithm; options as of those above."""
     if isinstance(optimizer, DecentralizedOptimizer | SynchronizedOptimizer):
-        raise ValueError("the optimizer is a distributed one already")
+        raise ValueError(
+            f"the optimizer is a distributed one already ({type(optimizer).__name__}): pass a "
+            "plain torch optimizer"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
     if "step" in vars(optimizer):
-        raise ValueError("make learning rate schedulers after the distributed optimizer")
-    if passes < 1:
-        raise ValueError(f"num_steps_per_communication is {passes}, and 1 is the least")
+        raise ValueError(
+            "the optimizer has a learning rate scheduler already: create the distributed "
+            "optimizer first, then the scheduler"
+        )
+    if num_steps_per_communication < 1:
+        raise ValueError(
+            f"num_steps_per_communication must be >= 1, got {num_steps_per_communication}"
+        )
     unwrapped.stop(current())
     models, kind = _list(model), type(optimizer)
     _parameters_of(optimizer, models)  # raises before anything is changed
@@ -502,31 +514,36 @@ def _adopt(
                "consensus_step", "src_machine_weights", "dst_machine_weights")  # fmt: skip
     vars(optimizer).update(dict.fromkeys(weights), communication_type=communication_type,
                            enable_topo_check=True)  # fmt: skip
-    subclass = type(f"{way.__name__}{kind.__name__}", (DecentralizedOptimizer, kind), {})
+    subclass = type(f"{algorithm.__name__}{kind.__name__}", (DecentralizedOptimizer, kind), {})
     optimizer.__class__ = subclass
     assert isinstance(optimizer, DecentralizedOptimizer)
-    name = f"{prefix}{way.__name__}."
-    optimizer._way = way(optimizer, models, passes, name, buffers if average_buffers else ())
+    optimizer._algorithm = algorithm(
+        optimizer, models, num_steps_per_communication, f"{prefix}{algorithm.__name__}.",
+        buffers if average_buffers else (),
+    )  # fmt: skip
     return optimizer
 
 
 def _list(model: Models) -> list[torch.nn.Module]:
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     if not models:
-        raise ValueError("a decentralized optimizer needs the model whose parameters it has")
+        raise ValueError("model is an empty list: pass the model whose parameters are optimized")
     return models
 
 
 def _parameters_of(
     optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
 ) -> list[torch.Tensor]:
-    """List what the optimizer updates, in the order of the models, which have all of it."""
-    own = [one for group in optimizer.param_groups for one in group["params"]]
+    """List the parameters that the optimizer trains, in the order of the models."""
+    wanted = set(parameters_of(optimizer.param_groups))
     names: dict[torch.Tensor, str] = {
         one: name for module in models for name, one in module.named_parameters()
     }
-    if not set(own) <= set(names):
-        raise ValueError("the models do not have all parameters of the optimizer: give all models")
-    wanted = set(own)
+    unknown = len(wanted - set(names))
+    if unknown:
+        raise ValueError(
+            f"{unknown} of the optimizer's {len(wanted)} parameters are not in model: pass a list "
+            "of all models that the optimizer updates"
+        )
     found = [one for one in names if one in wanted and one.requires_grad]
     return [check_tensor(one, names[one]) for one in found]

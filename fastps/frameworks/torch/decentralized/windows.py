@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The windows of fastps/ops/windows.py over torch tensors of the CPU, contiguous ones.
+"""The windows of fastps/ops/windows.py over contiguous torch tensors on the CPU.
 
-Names, order and promises are as there; the tensor of win_create() is the window's own value, and
-updates write it. Threads: as there.
+Names, order of arguments and guarantees are the same. The tensor of win_create() is the window's
+value, and updates write it. Threads: as in ops/windows.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
     """Make a window over a contiguous tensor; as fastps.win_create()."""
     check_writable(check_tensor(tensor, name), name)
     if not is_sendable(tensor):
-        raise ValueError(f"window {name!r}: the tensor is not contiguous")
+        raise ValueError(
+            f"window {name!r} needs a contiguous tensor, not strides {tensor.stride()} of shape "
+            f"{tuple(tensor.shape)}: pass tensor.contiguous()"
+        )
     return current().groups.windows.create(
         view_of(tensor), name, zero_init=zero_init, dtype=wire_dtype(tensor.dtype, name),
         user=tensor.detach(),
@@ -44,7 +47,7 @@ def win_put_async(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> MappedHandle[torch.Tensor]:
-    """Start win_put() and give a handle; the tensor must not be changed until it is done."""
+    """Start win_put() and return a handle; the tensor must not change until it is done."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=False)
 
 
@@ -55,7 +58,7 @@ def win_put(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> bool:
-    """Replace out-neighbours' buffers of us by a tensor; as fastps.win_put()."""
+    """Write a tensor into this worker's buffers at out-neighbours; as fastps.win_put()."""
     _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=True).wait()
     return True
 
@@ -67,7 +70,7 @@ def win_accumulate_async(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> MappedHandle[torch.Tensor]:
-    """Start win_accumulate() and give a handle."""
+    """Start win_accumulate() and return a handle."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=False)
 
 
@@ -78,7 +81,7 @@ def win_accumulate(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> bool:
-    """Add a tensor to out-neighbours' buffers of us; as fastps.win_accumulate()."""
+    """Add a tensor to this worker's buffers at out-neighbours; as fastps.win_accumulate()."""
     _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=True).wait()
     return True
 
@@ -89,9 +92,12 @@ def _put(
 ) -> MappedHandle[torch.Tensor]:  # fmt: skip
     is_weighed = self_weight not in (None, 1.0)
     if is_weighed and not is_sendable(check_tensor(tensor, name)):
-        raise ValueError(f"window {name!r}: a tensor that is weighed in place is not contiguous")
+        raise ValueError(
+            f"window {name!r}: self_weight={self_weight} scales the tensor in place, which needs "
+            "a contiguous one: pass tensor.contiguous(), or leave self_weight out"
+        )
     source = sendable(check_tensor(tensor, name))
-    promise = current().groups.windows.put(
+    handle = current().groups.windows.put(
         view_of(source), name, adds=adds, self_weight=self_weight, dst_weights=dst_weights,
         is_locked=require_mutex, is_waited=waits,
     )  # fmt: skip
@@ -103,7 +109,7 @@ def _put(
             mark_written(tensor)
         return tensor
 
-    return MappedHandle([promise], finish)
+    return MappedHandle([handle], finish)
 
 
 def win_update(
@@ -114,12 +120,16 @@ def win_update(
     clone: bool = False,
     require_mutex: bool = False,
 ) -> torch.Tensor:
-    """Make the window's tensor of itself and of what in-neighbours have put; give it.
+    """Average the window's tensor with what in-neighbours have put, and return it.
 
     As fastps.win_update().
     """
     windows = current().groups.windows
-    own = _tensor_of(name)
+    own = windows.find(name).user
+    if not isinstance(own, torch.Tensor):
+        raise TypeError(
+            f"window {name!r} is over a NumPy array, not a tensor: use fastps.win_update()"
+        )
     out = torch.empty_like(own) if clone else own
     windows.update(
         name, self_weight, neighbor_weights, view_of(out) if clone else None, resets=reset,
@@ -130,13 +140,6 @@ def win_update(
 
 
 def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tensor:
-    """Add all buffers to the window's tensor and empty them; give it. Blocks."""
+    """Add all buffers to the window's tensor, empty them, and return the tensor; blocks."""
     sources = current().groups.windows.find(name).window.sources
     return win_update(name, 1.0, dict.fromkeys(sources, 1.0), True, False, require_mutex)
-
-
-def _tensor_of(name: str) -> torch.Tensor:
-    tensor = current().groups.windows.find(name).user
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"window {name!r} is over an array: use fastps.win_update()")
-    return tensor

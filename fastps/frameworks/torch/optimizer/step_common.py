@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every optimizer that is given another class has in common: its step() and its groups.
+"""What all distributed optimizers share: how an optimizer gets another class, groups, step().
 
-A learning rate scheduler that was made earlier has put a step() of its own into the optimizer,
-which calls that of the old class; it is made to call the new one's. Holds no state.
+A learning rate scheduler that was created earlier has put a step() of its own into the optimizer,
+which calls that of the old class; adopt() makes it call the new one's. Holds no state.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 class OutsideOptimizer(torch.optim.Optimizer):
-    """What DistributedOptimizer() adds where this worker is not in the process set: no waiting."""
+    """What DistributedOptimizer() returns on a worker that is not in the process set."""
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this worker's own."""
@@ -35,11 +35,11 @@ class OutsideOptimizer(torch.optim.Optimizer):
         return nullcontext()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: each step() takes the gradients that are there."""
+        """Do nothing: step() applies the gradients as they are."""
 
 
 def adopt(optimizer: torch.optim.Optimizer, kind: type[O], prefix: str, **state: Any) -> O:
-    """Make an optimizer one of `kind` too, with more attributes; it stays the same object."""
+    """Make an optimizer an instance of `kind` too, with more attributes; the same object."""
     unwrapped.stop(current.current())
     old = type(optimizer)
     vars(optimizer).update(state)
@@ -51,7 +51,7 @@ def adopt(optimizer: torch.optim.Optimizer, kind: type[O], prefix: str, **state:
 
 
 def _track_again(optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler's note of step() lead to the step() of the class that is there now."""
+    """Make the step() that a scheduler has wrapped call that of the present class."""
     found = weakref.ref(optimizer)
     function: Any = type(optimizer).step
 
@@ -65,13 +65,21 @@ def _track_again(optimizer: torch.optim.Optimizer) -> None:
     vars(optimizer)["step"] = step
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that a closure computes with its gradients; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def parameters_of(groups: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
     """List the parameters of all groups."""
     return [parameter for group in groups for parameter in group["params"]]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether somebody wants to be called before or after each step."""
+    """Return whether the optimizer has hooks before or after its step()."""
     own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return bool(
         any(vars(optimizer).get(name) for name in own)
@@ -82,7 +90,7 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def only(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Let the optimizer have these groups for a while."""
+    """Replace the optimizer's groups within the context."""
     state = vars(optimizer)
     whole = state["param_groups"]
     state["param_groups"] = groups
