@@ -110,11 +110,11 @@ def refuses() -> None:
     net = nn.Linear(2, 2)
     make = partial(torch.optim.SGD, list(net.parameters()), lr=0.1)
     for options, text in [
-        ({"asynchronous": False, "staleness": 2}, "give asynchronous=True too"),
-        ({"asynchronous": True, "op": fps.Adasum}, "give no op or set"),
-        ({"asynchronous": True, "compression": fps.Compression.fp16}, "does not compress"),
+        ({"asynchronous": False, "staleness": 2}, "needs asynchronous=True"),
+        ({"asynchronous": True, "op": fps.Adasum}, "does not support op="),
+        ({"asynchronous": True, "compression": fps.Compression.fp16}, "remove it, or use"),
         ({"asynchronous": True, "staleness": -3}, "give 0 or more"),
-        ({"asynchronous": False, "delay_compensation": 1.0}, "is for asynchronous=True"),
+        ({"asynchronous": False, "delay_compensation": 1.0}, "needs asynchronous=True"),
         ({"asynchronous": True, "delay_compensation": "much"}, "neither a number"),
     ]:
         said = ""

@@ -346,9 +346,9 @@ def test_what_wants_the_barrier_is_refused(alone: FakeCluster) -> None:
     loss_of(model, batch(0)).backward()
     with pytest.raises(FastPSError, match="clipping by norm"):
         optimizer.synchronize()
-    with pytest.raises(FastPSError, match="never has all gradients at once"):
+    with pytest.raises(FastPSError, match="needs all gradients at once"):
         optimizer.skip_synchronize()
-    with pytest.raises(FastPSError, match="cannot run a closure"):
+    with pytest.raises(FastPSError, match="supports neither step"):
         optimizer.step(lambda: None)
     optimizer.step()
     net = make_model()
@@ -358,7 +358,7 @@ def test_what_wants_the_barrier_is_refused(alone: FakeCluster) -> None:
         fps.CrossBarrier(net, torch.optim.SGD(net.parameters()), prefix="y.", clip_value=0)
     with pytest.raises(TypeError, match="a torch module"):
         fps.CrossBarrier(optimizer, net)
-    with pytest.raises(ValueError, match="averages"):
+    with pytest.raises(ValueError, match="cross_barrier=True needs op=Average"):
         fps.DistributedOptimizer(
             torch.optim.SGD(net.parameters()), op=fps.Sum, cross_barrier=True, prefix="z."
         )
@@ -371,7 +371,7 @@ def test_backward_after_step_of_an_earlier_forward(cluster: FakeCluster) -> None
         losses = [loss_of(model, part(step, rank)) for step in range(2)]
         losses[0].backward()
         optimizer.step()
-        with pytest.raises(FastPSError, match="used in a forward pass before step"):
+        with pytest.raises(FastPSError, match="from a forward pass before it"):
             losses[1].backward()
 
     cluster.run(run)

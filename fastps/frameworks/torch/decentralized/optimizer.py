@@ -23,7 +23,11 @@ from fastps.frameworks.torch.decentralized.neighbors import mean_of_those_left, 
 from fastps.frameworks.torch.gradients import unwrapped
 from fastps.frameworks.torch.ops.tensors import check_tensor, make_room, wire_dtype, write_over
 from fastps.frameworks.torch.optimizer.distributed import DistributedOptimizer
-from fastps.frameworks.torch.optimizer.step_common import loss_of, parameters_of
+from fastps.frameworks.torch.optimizer.step_common import (
+    UncopyableOptimizer,
+    loss_of,
+    parameters_of,
+)
 from fastps.frameworks.torch.optimizer.synchronous import SynchronizedOptimizer
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
@@ -57,7 +61,7 @@ def _mean_of_all(
     return current().groups.world.allreduce(array, out, op=Op.AVERAGE, name=name, dtype=dtype)
 
 
-class DecentralizedOptimizer(torch.optim.Optimizer):
+class DecentralizedOptimizer(UncopyableOptimizer):
     """The methods and attributes that the functions below add to an optimizer's class.
 
     All attributes may be changed at every iteration, on all workers alike.
@@ -138,10 +142,6 @@ class DecentralizedOptimizer(torch.optim.Optimizer):
         finally:
             for group, params in zip(groups, before, strict=True):
                 group["params"] = params
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies: two optimizers cannot mix the same parameters."""
-        raise TypeError("a decentralized optimizer cannot be copied or pickled; use state_dict()")
 
 
 class Mixer:

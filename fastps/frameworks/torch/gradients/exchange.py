@@ -230,8 +230,13 @@ class GradientExchange:
         self.finish()
         self.round.close()
 
+    def end_step(self) -> None:
+        """Open the next round, and count a step of training."""
+        self.round.reopen()
+        current.current().steps.mark()
+
     def forget_sums(self) -> None:
-        """Be told that all gradients are zeroed, perhaps in place."""
+        """Forget the sums of earlier rounds: all gradients are zeroed, perhaps in place."""
         if self._sums is not None:
             self._sums.forget()
 
@@ -272,8 +277,8 @@ class GradientExchange:
         if self._sums is not None and (buckets or rows):
             self._sums.add_back()
 
-    def depart(self) -> list[tuple[Waitable, Sequence[Bucket]]]:
-        """Return each handle in flight with its buckets, for whoever will write() them."""
+    def take_in_flight(self) -> list[tuple[Waitable, Sequence[Bucket]]]:
+        """Return each handle in flight with its buckets; the caller waits and calls write()."""
         self._memory.clear()
         return self.round.take_each()
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer and CrossBarrier.
 
-distributed.py    which of the classes below an optimizer becomes
-step_common.py    an optimizer's class and its step()
-synchronous.py    one that waits for gradients before it steps
-cross_barrier.py  one that does not
-pipesgd.py        one that applies them a step later
+distributed.py    options, and the choice of one of the classes below
+step_common.py    what all of them share
+synchronous.py    step() waits for averaged gradients
+cross_barrier.py  step() does not wait
+pipesgd.py        averages are applied one step later
 server_held.py    servers hold the parameters
-adasum.py         one that adds steps by Adasum
-weight_check.py   do all workers begin with the same model?
+adasum.py         steps are combined by Adasum
+weight_check.py   comparison of all workers' models
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedOptimizer with op=Adasum: each worker steps by itself, and the steps are added.
+"""DistributedOptimizer with op=Adasum: each worker steps by itself, and Adasum adds the steps.
 
-So what Adasum weighs is what the optimizer made of gradients, as in Horovod. Blocks within step().
+So Adasum combines the optimizers' updates, not gradients, as in Horovod. Blocks within step().
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fastps.session.process_sets import ProcessSet
 
 
 class AdasumOptimizer(torch.optim.Optimizer):
-    """What DistributedOptimizer(op=Adasum) adds to the class of the optimizer it is given."""
+    """What DistributedOptimizer(op=Adasum) adds to an optimizer's class."""
 
     _compression: Compressor
     _label: str
     _process_set: ProcessSet
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, and put the Adasum of all workers' steps in its place; blocks."""
+        """Take a step, and replace it by the Adasum of all workers' steps; blocks."""
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         before = [p.detach().clone() for p in parameters]
         loss = super().step(closure)
@@ -48,7 +48,9 @@ class AdasumOptimizer(torch.optim.Optimizer):
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Refuse, as Horovod does."""
-        raise AssertionError("an Adasum optimizer cannot skip synchronization")
+        raise AssertionError(
+            "op=Adasum does not support skip_synchronize(): step() combines the workers' steps"
+        )
 
     def _sum(self, steps: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the Adasum of each tensor, those of one dtype in one exchange."""
@@ -73,7 +75,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
 def adopt(
     optimizer: torch.optim.Optimizer, compression: Compressor, prefix: str, process_set: ProcessSet
 ) -> AdasumOptimizer:
-    """Turn the optimizer into one whose steps are added."""
+    """Make the optimizer combine its steps with those of the other workers."""
     return adopted(
         optimizer, AdasumOptimizer, "Adasum",
         _compression=compression, _label=f"{prefix}adasum.", _process_set=process_set,

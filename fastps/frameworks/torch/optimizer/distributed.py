@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedOptimizer and CrossBarrier: which of the ways to step an optimizer is to get.
+"""DistributedOptimizer and CrossBarrier: check options, and choose the class of the optimizer.
 
 Gradients are averaged while backward runs, and step() waits for them (synchronous.py) or does
-not (cross_barrier.py); they are applied one step later (pipesgd.py); or servers hold the
-parameters (server_held.py).
+not (cross_barrier.py); or averages are applied one step later (pipesgd.py); or steps are combined
+(adasum.py); or servers hold the parameters (server_held.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -53,11 +53,11 @@ def DistributedOptimizer(
 ) -> Stepping:  # fmt: skip
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
-    The same object comes back, its class replaced by a subclass of it: state, options, learning
-    rate schedulers and isinstance() keep working.
+    Returns the same object, its class replaced by a subclass: state, options, learning rate
+    schedulers and isinstance() keep working.
     named_parameters: usually model.named_parameters(); must name every parameter of the
-    optimizer. Without it names are made of group and place. Give a second optimizer whose names
-    are the same another prefix. backward_passes_per_step: gradients of so many backward passes
+    optimizer. By default parameters are named by group and place. A second optimizer with the
+    same names needs another prefix. backward_passes_per_step: gradients of so many backward passes
     are summed (not divided, as in Horovod and BytePS: scale the loss to get a mean) and then
     sent once. Gradients of parameters that a rank did not use count as zero, and p.grad is
     zero rather than None after a step.
@@ -65,23 +65,23 @@ def DistributedOptimizer(
     bucket_bytes: gradients of at most 64 KiB travel together, up to so many bytes; 0 sends each
     by itself. gradient_views: True lets p.grad be part of memory that is sent and received in
     place; False leaves it where autograd puts it; "auto" makes views of large gradients where
-    workers share memory, and of those in buckets. A view is written anew by the next backward
+    workers share memory, and of those in buckets. A view is overwritten by the next backward
     pass, so clone a gradient that you want to keep. The values are the same in all cases.
-    op: Average or Sum; with Adasum each worker takes a step by itself and the steps are added, as
-    in Horovod; of the rest only compression, prefix and process_set count then.
-    process_set: who exchanges gradients; workers outside may call it too, and step by themselves.
-    sparse_as_dense: let sparse gradients travel with all their zeros; otherwise as rows. They
-    are dense then, except for SparseAdam, which gets the rows that are not 0.
-    finish_in_backward: let backward() return when the gradients are complete, for programs that
-    clip them out of reach; one pass, or backward_passes_per_step, then makes all of a step.
+    op: Average or Sum. With Adasum each worker takes a step by itself and the steps are added, as
+    in Horovod; then only compression, prefix and process_set count of the other options.
+    process_set: the workers that exchange gradients; others may call it too, and step alone.
+    sparse_as_dense: send sparse gradients with all their zeros; by default they travel as rows.
+    p.grad is dense then, except for SparseAdam, which gets the rows that are not 0.
+    finish_in_backward: backward() returns when the gradients are complete, for programs that clip
+    them without the optimizer. One pass, or backward_passes_per_step, must then be a whole step.
     gradient_predivide_factor (only with Average, else ValueError), num_groups and groups of
     Horovod are accepted and not needed.
-    asynchronous, staleness, delay_compensation: let servers hold the parameters and each worker
-    step at its own pace (docs/async.md); of the rest only names and prefix count then.
-    staleness=1 without asynchronous applies averages one step later, PipeSGD, except for the first
-    pipesgd_warmup_iter steps; cross_barrier lets step() not wait: see CrossBarrier().
-    rule: of fastps.push_pull(), in place of the average (docs/byzantine.md), of each bucket.
-    All ranks must call it alike, else MismatchError, here or at the first step. Blocks.
+    asynchronous, staleness, delay_compensation: servers hold the parameters and each worker steps
+    at its own pace (docs/async.md); then only names and prefix count of the other options.
+    staleness=1 without asynchronous applies averages one step later (PipeSGD), except in the first
+    pipesgd_warmup_iter steps. cross_barrier: step() does not wait, see CrossBarrier().
+    rule: replaces the average of each bucket (docs/byzantine.md), as in fastps.push_pull().
+    All ranks must pass the same options, else MismatchError, here or at the first step. Blocks.
     """
     _check(optimizer, op, gradient_predivide_factor)
     named = synchronous.named(optimizer, named_parameters)
@@ -91,48 +91,29 @@ def DistributedOptimizer(
         return adopt(optimizer, OutsideOptimizer, "Outside")
     if op is Op.ADASUM:
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
-    options = _Options(compression, op, prefix, gradient_views, bucket_bytes,
-                       backward_passes_per_step, process_set, sparse_as_dense, rule)  # fmt: skip
+    options: dict[str, Any] = {
+        "compression": compression, "op": op, "prefix": prefix, "bucket_bytes": bucket_bytes,
+        "passes": backward_passes_per_step, "process_set": process_set,
+        "sparse_as_dense": sparse_as_dense, "rule": rule,
+    }  # fmt: skip
+    if (staleness == 1 or cross_barrier) and op is not Average:
+        which = "staleness=1" if staleness == 1 else "cross_barrier=True"
+        raise ValueError(f"{which} needs op=Average, got {op}")
     if staleness == 1:
-        return _pipelined(optimizer, options, named, pipesgd_warmup_iter)
+        state = synchronous.watch(optimizer, pipesgd.PipelinedExchange(**options), *named)
+        return pipesgd.adopt(optimizer, state, pipesgd_warmup_iter)
+    options["gradient_views"] = gradient_views
     if cross_barrier:
-        return _crossed(optimizer, options, named)
-    exchange = (EarlyExchange if finish_in_backward else GradientExchange)(**options._asdict())
+        return _without_barrier(optimizer, options, named)
+    exchange = (EarlyExchange if finish_in_backward else GradientExchange)(**options)
     return synchronous.adopt(optimizer, exchange, *named)
 
 
-class _Options(NamedTuple):
-    """What an exchange is told."""
-
-    compression: Compressing
-    op: Op
-    prefix: str
-    gradient_views: Views
-    bucket_bytes: int
-    passes: int
-    process_set: ProcessSet
-    sparse_as_dense: bool = False
-    rule: Rule = None
-
-
-def _pipelined(
-    optimizer: torch.optim.Optimizer, options: _Options, named: Named, warmup: int
-) -> PipelinedOptimizer:
-    words = options._asdict()
-    del words["gradient_views"]
-    if options.op is not Average:
-        raise ValueError("staleness=1 applies averages: give op=Average")
-    state = synchronous.watch(optimizer, pipesgd.PipelinedExchange(**words), *named)
-    return pipesgd.adopt(optimizer, state, warmup)
-
-
-def _crossed(
-    optimizer: torch.optim.Optimizer, options: _Options, named: Named, **more: Any
+def _without_barrier(
+    optimizer: torch.optim.Optimizer, options: dict[str, Any], named: Named, **more: Any
 ) -> CrossBarrierOptimizer:
-    if options.op is not Average:
-        raise ValueError("cross_barrier steps with averages: give op=Average")
-    exchange = cross_barrier.CrossingExchange(cure=cross_barrier.ONE_PASS, **options._asdict())
-    return cross_barrier.cross(optimizer, exchange, *named, **more)
+    exchange = cross_barrier.CrossBarrierExchange(cure=cross_barrier.ONE_PASS, **options)
+    return cross_barrier.adopt(optimizer, exchange, *named, **more)
 
 
 def CrossBarrier(
@@ -152,18 +133,19 @@ def CrossBarrier(
     """Make an optimizer whose step() does not wait: each layer waits for its own parameters only.
 
     The gradients travel while the next forward pass runs, front layers first, and each parameter
-    is stepped when its average is there and somebody wants it. Results are bitwise those of
-    DistributedOptimizer, for every optimizer of torch but LBFGS (ValueError), and for others that
-    treat each parameter by itself. Whoever uses a parameter, in a forward pass or out of it, gets
-    the stepped one; what waits for all are the optimizer's state_dict(), settle() and
-    model.zero_grad(), so call optimizer.zero_grad(). GradScaler and hooks on the step work, and
-    wait for all too; a closure, synchronize() and skip_synchronize(), which clipping by norm
-    needs, are refused with FastPSError. clip_value limits each element of the averages, as
+    is stepped when its average has arrived and it is used. Results are bitwise those of
+    DistributedOptimizer, for every optimizer of torch except LBFGS (ValueError), and for others
+    that treat each parameter by itself. Code that uses a parameter, in a forward pass or outside,
+    gets the stepped one. The optimizer's state_dict() and settle(), and model.zero_grad(), wait
+    for all, so call optimizer.zero_grad(). GradScaler and hooks on the step work, and wait for all
+    too. A closure, synchronize() and skip_synchronize(), which clipping by norm needs, raise
+    FastPSError. clip_value limits each element of the averages, as
     torch.nn.utils.clip_grad_value_() would. The other options are those of DistributedOptimizer,
     which may have been called for the optimizer before.
 
-    num_steps: step() waits for all from this one on, which ends the training. Before shutdown()
-    call settle() if there were fewer. All ranks must call it alike, else MismatchError. Blocks.
+    num_steps: from this step on, which ends the training, step() waits for all. Call settle()
+    before shutdown() if there were fewer. All ranks must pass the same options, else
+    MismatchError. Blocks.
     Source: Y. Peng et al., ByteScheduler, SOSP 2019, sections 3 and 5.
     """
     if not isinstance(model, torch.nn.Module):
@@ -171,43 +153,55 @@ def CrossBarrier(
     if isinstance(optimizer, SynchronizedOptimizer):
         optimizer = synchronous.undo(optimizer)
     _check(optimizer, Average, 1.0)
-    options = _Options(
-        compression, Average, prefix, gradient_views, bucket_bytes, backward_passes_per_step,
-        process_set,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "compression": compression, "op": Average, "prefix": prefix,
+        "gradient_views": gradient_views, "bucket_bytes": bucket_bytes,
+        "passes": backward_passes_per_step, "process_set": process_set,
+    }  # fmt: skip
     named = synchronous.named(optimizer, named_parameters or model.named_parameters())
-    crossed = _crossed(optimizer, options, named, clip_value=clip_value, num_steps=num_steps)
-    cross_barrier.watch_layers(model, crossed)
-    return crossed
+    found = _without_barrier(optimizer, options, named, clip_value=clip_value, num_steps=num_steps)
+    cross_barrier.watch_layers(model, found)
+    return found
 
 
 def _check(optimizer: object, op: Op, predivide_factor: float) -> None:
-    """Refuse what DistributedOptimizer() cannot be given."""
+    """Raise ValueError or TypeError for an optimizer that cannot be distributed."""
     if isinstance(optimizer, Stepping):
-        raise ValueError("the optimizer is a DistributedOptimizer already")
+        raise ValueError(
+            "the optimizer is a DistributedOptimizer already: call DistributedOptimizer() once, "
+            "for a plain torch optimizer"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer must be a torch optimizer, not {type(optimizer).__name__}")
     if predivide_factor != 1.0 and op is not Average:
-        raise ValueError("gradient_predivide_factor divides an average: give op=Average")
+        raise ValueError(
+            f"gradient_predivide_factor={predivide_factor} needs op=Average, got {op}"
+        )
 
 
 def _is_async(
     wanted: bool | None, staleness: float | None, op: Op, compression: Compressing,
     who: ProcessSet, compensation: Compensating | None, rule: Rule,
 ) -> bool:  # fmt: skip
-    """Return whether servers are to hold the parameters; refuse what cannot be together."""
+    """Return whether servers hold the parameters; ValueError for options that conflict."""
     is_async = current.current().config.enable_async if wanted is None else wanted
     if rule is not None and (is_async or op is not Average):
-        raise ValueError("a rule stands for the average of a step: no other op, not asynchronous")
+        raise ValueError(
+            f"rule= replaces the average of synchronous steps, got op={op} and "
+            f"asynchronous={is_async}: leave rule= or the other option out"
+        )
     if not is_async and staleness not in (None, 0, 1):
         raise ValueError(
-            "staleness bounds asynchronous training: give asynchronous=True too; or 0 or 1 for "
+            f"staleness={staleness} needs asynchronous=True; without it, staleness is 0, or 1 for "
             "PipeSGD"
         )
     if not is_async and compensation is not None:
-        raise ValueError("delay_compensation is for asynchronous=True")
+        raise ValueError("delay_compensation needs asynchronous=True")
     if is_async and (op is not Average or who is not global_process_set):
-        raise ValueError("asynchronous training adds the steps of all workers: give no op or set")
+        raise ValueError("asynchronous=True does not support op= or process_set=: remove them")
     if is_async and compression is not Compression.none:
-        raise ValueError("asynchronous training does not compress: changes are added for good")
+        raise ValueError(
+            "asynchronous=True does not support compression=: remove it, or use "
+            "fastps.ServerParameters(compression=...)"
+        )
     return is_async

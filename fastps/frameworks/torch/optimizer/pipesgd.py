@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PipeSGD: an average is applied one step later, so that a whole step hides how long it travels.
+"""PipeSGD: averages are applied one step later, so that their exchange overlaps a whole step.
 
 Y. Li et al., Pipe-SGD, NIPS 2018 (arXiv 1811.03619), with K = 2: step t begins to average the
-gradients g(w_t), waits for those of step t - 1, and applies them. The first steps may go without
-(warm-up). Invariants: at most one round is in flight, every gradient is applied once, none is
-more than one step old. Blocks in step() only; no hooks, so gradients leave when it is called.
+gradients g(w_t), waits for the average of step t - 1, and applies it. The first steps may apply
+their own averages (warm-up). Invariants: at most one round is in flight, every gradient is applied
+once, none is more than one step old. Only step() blocks; without hooks, gradients leave there.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from fastps.frameworks.torch.optimizer import step_common
 from fastps.session import current
 
 _LATER = (
-    "with staleness=1 the gradients of this step are averaged while the next one is computed, so "
-    "there is nothing to synchronize: clip what backward() has made, or use staleness=0"
+    "staleness=1 supports neither synchronize() nor skip_synchronize(), because gradients are "
+    "averaged during the next step: clip each worker's own gradients after backward(), or use "
+    "staleness=0"
 )
 _SCALER = (
-    "GradScaler leaves a step out where it finds infinities, and with staleness=1 a worker finds "
-    "them in gradients that nobody else has: others would wait for it. Use torch.autocast with "
-    "bfloat16, which needs no GradScaler, or staleness=0"
+    "staleness=1 does not support GradScaler: it skips a step where it finds infinities, which "
+    "with staleness=1 only one worker would see while the others wait for it. Use torch.autocast "
+    "with bfloat16, which needs no GradScaler, or staleness=0"
 )
 
 
 class PipedBucket(FlatBucket):
-    """Gradients that are copied into the slots to be sent, and out of them a step later."""
+    """Gradients that are copied into the slots, and whose averages are copied out a step later."""
 
     def take(self) -> list[torch.Tensor]:
-        """Return what is in the slots, in the dtypes of the parameters."""
+        """Return copies of the slots, in the dtypes of the parameters."""
         pairs = zip(self._slots, self._parameters, strict=True)
         return [slot.to(parameter.dtype, copy=True) for slot, parameter in pairs]
 
@@ -54,19 +55,17 @@ class PipedBucket(FlatBucket):
 
 
 class PipelinedExchange(GradientExchange):
-    """Averages the gradients of one step while the next one is computed."""
+    """Average the gradients of one step while the next one is computed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(gradient_views=False, **options)
         if not self._is_built_in:
-            raise ValueError("staleness=1 takes no compressor of your own, only fps.Compression")
+            raise ValueError(
+                "staleness=1 does not support a compressor of your own: use one of "
+                "fastps.torch.Compression"
+            )
         self._piped: list[PipedBucket] = []
         self._handles: list[Any] = []
-
-    @property
-    def is_in_flight(self) -> bool:
-        """Whether a step's gradients are still to be applied."""
-        return bool(self._handles)
 
     def _hook_trainable(self) -> None:
         """Put no hooks: step() sends."""
@@ -74,14 +73,17 @@ class PipelinedExchange(GradientExchange):
     def _make_bucket(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> Bucket:
         name = bucket_name(names, [parameter.shape for parameter in parameters])
         if parameters[0].is_complex():
-            raise TypeError(f"{names[0]!r} is complex, which staleness=1 does not take")
+            raise TypeError(
+                f"parameter {names[0]!r} is {parameters[0].dtype}, and staleness=1 does not "
+                "support complex numbers: use staleness=0"
+            )
         dtype = self._wire_dtype(parameters[0])
         bucket = PipedBucket(name, parameters, names, dtype=dtype, is_view=False)
         self._piped.append(bucket)
         return bucket
 
     def start(self) -> None:
-        """Start to average the gradients there are now."""
+        """Start to average the present gradients."""
         self.check_in_charge()
         for place, bucket in enumerate(self._piped):
             self._decay(place)
@@ -95,8 +97,8 @@ class PipelinedExchange(GradientExchange):
         )  # fmt: skip
         self._handles = [handle for handle, _ in started]
 
-    def land(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Wait for what was begun, and give each parameter with its average; may be none."""
+    def averages(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Wait for what was started; return each parameter with its average, or nothing."""
         handles, self._handles = self._handles, []
         wait_all(handles)
         if not handles:
@@ -108,47 +110,44 @@ class PipelinedExchange(GradientExchange):
             if parameter.requires_grad
         ]
 
-    def meet(self) -> None:
-        """Let all workers come to the same point."""
+    def barrier(self) -> None:
+        """Wait until all workers are here."""
         zero = np.zeros(1, np.float32)
         name = f"{self._prefix}prepare_stale_states"
         current.current().push_pull_async(zero, name, average=False, out=zero).wait()
 
 
-class PipelinedOptimizer(torch.optim.Optimizer):
+class PipelinedOptimizer(step_common.UncopyableOptimizer):
     """What DistributedOptimizer(staleness=1) adds to the optimizer's class."""
 
     _exchange: PipelinedExchange
     _warmup: int
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start to average this step's gradients, and apply the averages of the last one's.
+        """Start to average this step's gradients, and apply the averages of the last step.
 
-        In a step of the warm-up, apply this one's. The first step after it applies none.
+        A step of the warm-up applies its own averages, the first step after the warm-up none.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = step_common.loss_of(closure)
         exchange = self._exchange
         exchange.check_weights()
-        averages = exchange.land()
+        averages = exchange.averages()
         exchange.start()
         if self._warmup > 0:
             self._warmup -= 1
-            averages = exchange.land()
+            averages = exchange.averages()
         if averages:
             _put(averages)
             super().step()
         return loss
 
     def prepare_stale_states(self) -> None:
-        """Apply the averages in flight, so that a checkpoint has them; all workers call it.
+        """Apply the averages in flight before a checkpoint; all workers call it. Blocks.
 
-        Going on after it and going on from the checkpoint give the same. Blocks; gradients stay.
+        Training on and resuming from the checkpoint then give the same. p.grad stays as it is.
         """
-        self._exchange.meet()
-        averages = self._exchange.land()
+        self._exchange.barrier()
+        averages = self._exchange.averages()
         if averages:
             before = [parameter.grad for parameter, _ in averages]
             _put(averages)
@@ -157,7 +156,7 @@ class PipelinedOptimizer(torch.optim.Optimizer):
                 parameter.grad = gradient
 
     def synchronize(self) -> None:
-        """Refuse: what is averaged are the gradients of the last step."""
+        """Refuse: this step's averages arrive during the next one."""
         raise FastPSError(_LATER)
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
@@ -166,22 +165,18 @@ class PipelinedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Refuse GradScaler, which alone asks for it."""
+        """Refuse GradScaler, the only code that reads this."""
         raise FastPSError(_SCALER)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: gradients leave with step(), whatever they were added from."""
+        """Do nothing: step() sends the gradients, of however many passes they are the sum."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the buckets are those of the parameters it had."""
+        """Refuse: the buckets are made for the first parameters."""
         raise NotImplementedError(
-            "with staleness=1 no parameters can be added: make a new optimizer of all of them and "
-            "call DistributedOptimizer(staleness=1, prefix=...) for it"
+            "staleness=1 does not support add_param_group(): make a new optimizer of all "
+            "parameters and call DistributedOptimizer(staleness=1, prefix=...) for it"
         )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies: two optimizers cannot exchange the same gradients."""
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled; use its state_dict()")
 
 
 def _put(averages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -192,9 +187,12 @@ def _put(averages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def adopt(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], warmup: int
 ) -> PipelinedOptimizer:
-    """Turn the optimizer into one that applies averages a step later."""
+    """Make the optimizer apply averages one step later."""
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS computes several gradients a step; with staleness=1 there is one")
+        raise ValueError(
+            "staleness=1 does not support LBFGS, which computes several gradients in a step: use "
+            "staleness=0"
+        )
     if warmup < 0:
-        raise ValueError(f"pipesgd_warmup_iter={warmup} must be 0 or more")
+        raise ValueError(f"pipesgd_warmup_iter must be >= 0, got {warmup}")
     return step_common.adopt(optimizer, PipelinedOptimizer, "Pipelined", **state, _warmup=warmup)

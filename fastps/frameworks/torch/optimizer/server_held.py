@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistributedOptimizer(asynchronous=True): each worker steps by itself, servers add the steps up.
 
-A step is taken on what the servers held when the last one ended; what it changed is pushed, and
-what they hold then becomes the parameters. Blocks within step(). Gradients never travel.
+A worker steps from the values that it got from the servers last, pushes the change, and takes the
+servers' new values as its parameters. Blocks within step(). Gradients never travel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastps.frameworks.torch.ops.tensors import (
 from fastps.frameworks.torch.optimizer import step_common
 
 
-class Held:
+class HeldTensors:
     """Parameters of one dtype, and the memory in which they travel."""
 
     def __init__(
@@ -39,8 +39,10 @@ class Held:
     ) -> None:
         self._group = group
         self.parameters = [parameter for _, parameter in named]
-        self._rooms = [sendable(check_tensor(parameter, name)) for name, parameter in named]
-        arrays = {name: view_of(room) for (name, _), room in zip(named, self._rooms, strict=True)}
+        self._buffers = [sendable(check_tensor(parameter, name)) for name, parameter in named]
+        arrays = {
+            name: view_of(buffer) for (name, _), buffer in zip(named, self._buffers, strict=True)
+        }
         code = wire_dtype(self.parameters[0].dtype, prefix)
         self._server = ServerParameters(
             arrays, staleness=staleness, prefix=prefix, dtype=code, delay_compensation=compensation
@@ -48,34 +50,34 @@ class Held:
         self.take()
 
     def rate(self, groups: Sequence[dict[str, Any]]) -> float | None:
-        """Return the learning rate of the step to come, where servers want to know it."""
+        """Return the learning rate of the next step, if servers compensate delays by it."""
         return float(groups[self._group]["lr"]) if self._server.compensation.strength else None
 
     def begin(self, before: Sequence[torch.Tensor], rate: float | None) -> Any:
-        """Push what has changed since then; `before` becomes that."""
+        """Start to push the change since `before`, which is overwritten by it."""
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.sub(parameter.detach(), old, out=old)
         deltas = [view_of(delta) for delta in before]
         return self._server.push_async(deltas, learning_rate=rate)
 
     def take(self) -> None:
-        """Make what the servers answered the parameters."""
-        for parameter, room in zip(self.parameters, self._rooms, strict=True):
-            if room.data_ptr() == parameter.data_ptr():
+        """Take the servers' values as the parameters."""
+        for parameter, buffer in zip(self.parameters, self._buffers, strict=True):
+            if buffer.data_ptr() == parameter.data_ptr():
                 mark_written(parameter)
             else:
-                parameter.copy_(room)
+                parameter.copy_(buffer)
 
 
 class AsynchronousOptimizer(torch.optim.Optimizer):
     """What DistributedOptimizer(asynchronous=True) adds to the optimizer's class."""
 
-    _held: list[Held]
+    _held: list[HeldTensors]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step by itself, push the change, and go on from what the servers hold; blocks.
+        """Step alone, push the change, and go on from the servers' values; blocks.
 
-        Waits for no worker, except for those that are more than the staleness behind.
+        Waits for no worker, except for one that is more than the staleness behind.
         """
         if fastps.size() == 1:
             return super().step(closure)
@@ -97,26 +99,28 @@ class AsynchronousOptimizer(torch.optim.Optimizer):
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
         """Refuse, as BytePS does."""
-        raise AssertionError("an asynchronous optimizer has no gradients to synchronize")
+        raise AssertionError(
+            "asynchronous=True does not support skip_synchronize(): gradients do not travel"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the servers hold what the optimizer had when it was given."""
+        """Refuse: the servers hold the first parameters alone."""
         raise NotImplementedError(
-            "the servers hold the parameters that the optimizer had; make a new one of all "
+            "asynchronous=True does not support add_param_group(): make a new optimizer of all "
             "parameters and call DistributedOptimizer(asynchronous=True, prefix=...) for it"
         )
 
 
 def check_compensated(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose steps are not the gradient times the learning rate. ValueError."""
+    """Raise ValueError for an optimizer whose steps are not -lr times the gradient."""
     is_plain = isinstance(optimizer, torch.optim.SGD) and not any(
         group["momentum"] for group in optimizer.param_groups
     )
     if not is_plain:
         raise ValueError(
-            "delay_compensation takes each change for -lr times a gradient, whose squares stand "
-            "for the curvature; with momentum or other optimizers they do not: use "
-            "torch.optim.SGD(momentum=0), or leave it out"
+            "delay_compensation needs changes of -lr times the gradient, which "
+            f"{type(optimizer).__name__} with these options does not make: use "
+            "torch.optim.SGD(momentum=0), or leave delay_compensation out"
         )
 
 
@@ -127,8 +131,8 @@ def adopt(
     prefix: str,
     compensation: Compensating | None = None,
 ) -> AsynchronousOptimizer:
-    """Turn the optimizer into one whose steps the servers add up; names: of its parameters."""
-    has_rates = compensation_of(compensation).strength > 0  # each group's own
+    """Make servers add up the optimizer's steps; names: of its parameters."""
+    has_rates = compensation_of(compensation).strength > 0  # each group has its own
     if has_rates:
         check_compensated(optimizer)
     alike: dict[tuple[torch.dtype, int], list[tuple[str, torch.Tensor]]] = {}
@@ -142,7 +146,7 @@ def adopt(
             alike.setdefault((parameter.dtype, number), []).append((name, parameter))
     with torch.no_grad():
         held = [
-            Held(some, group, staleness, f"{prefix}Async.", compensation)
+            HeldTensors(some, group, staleness, f"{prefix}Async.", compensation)
             for (_, group), some in alike.items()
         ]
     return step_common.adopt(optimizer, AsynchronousOptimizer, "Asynchronous", _held=held)

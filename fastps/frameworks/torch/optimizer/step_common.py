@@ -38,6 +38,17 @@ class OutsideOptimizer(torch.optim.Optimizer):
         """Do nothing: step() applies the gradients as they are."""
 
 
+class UncopyableOptimizer(torch.optim.Optimizer):
+    """What refuses copies of an optimizer that exchanges gradients or parameters."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies: two optimizers cannot exchange the same gradients or parameters."""
+        raise TypeError(
+            f"{type(self).__name__} is a distributed optimizer, which cannot be copied or "
+            "pickled: use its state_dict()"
+        )
+
+
 def adopt(optimizer: torch.optim.Optimizer, kind: type[O], prefix: str, **state: Any) -> O:
     """Make an optimizer an instance of `kind` too, with more attributes; the same object."""
     unwrapped.stop(current.current())

@@ -25,17 +25,17 @@ from fastps.session import current
 
 _SKIP = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
-    "optimizer.synchronize(); nothing is sent twice here, but with Horovod it would be"
+    "optimizer.synchronize(): fastps sends nothing twice, but Horovod would"
 )
 
 
 class EarlyExchange(GradientExchange):
-    """Completes the gradients at the end of the backward pass that makes them ready."""
+    """Complete the gradients at the end of the backward pass that makes them ready."""
 
     _is_begun = False
 
     def on_gradient(self, index: int) -> None:
-        """Note a gradient, and at the first that is ready that the pass is to complete all."""
+        """Note a gradient; the first one that is ready lets the pass complete all at its end."""
         super().on_gradient(index)
         if not self._is_begun and self.round.is_ready(index):
             call_at_the_end(self._end)
@@ -46,8 +46,8 @@ class EarlyExchange(GradientExchange):
         self.finish()
 
 
-class SynchronizedOptimizer(torch.optim.Optimizer):
-    """What DistributedOptimizer() adds to the class of the optimizer it is given."""
+class SynchronizedOptimizer(step_common.UncopyableOptimizer):
+    """What DistributedOptimizer() adds to an optimizer's class."""
 
     _exchange: GradientExchange
     _given_names: dict[torch.Tensor, str] | None
@@ -55,13 +55,12 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups, once the gradients in flight, and all others, are reduced.
+        """Return the parameter groups; if gradients are in flight, once all are reduced.
 
-        Whoever reaches gradients through the optimizer, as GradScaler.unscale_() does, sees
-        reduced ones thereby, the same on all ranks.
+        So code that reaches gradients through the optimizer, as GradScaler.unscale_() does, sees
+        reduced ones, the same on all ranks.
         """
-        if self._exchange.round.in_flight:
-            self._exchange.finish()
+        self._complete_gradients()
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
 
@@ -69,17 +68,21 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
 
+    def _complete_gradients(self) -> None:
+        if self._exchange.round.in_flight:
+            self._exchange.finish()
+
     def synchronize(self) -> None:
         """Wait until every gradient holds the sum or average over all workers.
 
-        Call it before clipping or unscaling gradients, and step() then with skip_synchronize(),
-        or it warns as Horovod's does.
+        Call it before clipping or unscaling gradients, and step() within skip_synchronize()
+        afterwards; step() warns otherwise, as Horovod's does.
         """
         self._exchange.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make step() use the gradients as they are, for example after synchronize()."""
+        """Make step() use the gradients as they are, as after synchronize()."""
         before = self._is_skipping
         self._is_skipping = True
         try:
@@ -88,27 +91,23 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
             self._is_skipping = before
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are summed before gradients are sent."""
+        """Set the number of backward passes whose gradients are summed before they are sent."""
         self._exchange.round.set_passes(passes)
 
     def prepare_stale_states(self) -> None:
         """Do nothing: no gradient is applied later, as with staleness=1."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; FastPSError while they are being communicated."""
+        """Clear all gradients; FastPSError while they are being communicated."""
         self._exchange.round.check_idle("zero_grad()")
         self._exchange.round.reopen()
         self._exchange.forget_sums()
         super().zero_grad(set_to_none=set_to_none)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies: two optimizers cannot exchange the same gradients."""
-        raise TypeError("a DistributedOptimizer cannot be copied or pickled; use its state_dict()")
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; all ranks must do so alike.
+        """Add a parameter group; all ranks must add the same.
 
-        Parameters need a name in named_parameters if that was given (ValueError).
+        Parameters must be named in named_parameters if that was given (ValueError).
         """
         exchange = self._exchange
         exchange.round.check_idle("add_param_group()")
@@ -125,13 +124,13 @@ class SynchronizedOptimizer(torch.optim.Optimizer):
 def named(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, torch.Tensor]] | None
 ) -> tuple[list[str], dict[torch.Tensor, str] | None]:
-    """Return the names of the optimizer's parameters, and those that users gave."""
+    """Return the names of the optimizer's parameters, and the user's name of each."""
     given = None if named is None else given_names(named, torch.Tensor)
     return _names_of(optimizer.param_groups, given), given
 
 
 def _rate_of(optimizer: weakref.ref[torch.optim.Optimizer]) -> float | None:
-    """Return the learning rate of the next step, for error feedback; of the first group."""
+    """Return the learning rate of the first group, which error feedback follows."""
     found = optimizer()
     rate = None if found is None else vars(found)["param_groups"][0].get("lr")
     return None if rate is None else float(rate)
@@ -143,7 +142,7 @@ def watch(
     names: list[str],
     given: dict[torch.Tensor, str] | None,
 ) -> dict[str, Any]:
-    """Put an optimizer's gradients in the charge of an exchange; give what it is to know of it."""
+    """Let an exchange average an optimizer's gradients; return the optimizer's attributes."""
     parameters = step_common.parameters_of(optimizer.param_groups)
     exchange.watch(*_in_model_order(parameters, names, given))
     exchange.learning_rate = partial(_rate_of, weakref.ref(optimizer))
@@ -157,7 +156,7 @@ def adopt(
     names: list[str],
     given: dict[torch.Tensor, str] | None,
 ) -> SynchronizedOptimizer:
-    """Turn the optimizer into one that waits for the exchange before each step."""
+    """Make the optimizer wait for the exchange before each step."""
     state = watch(optimizer, exchange, names, given)
     found = step_common.adopt(optimizer, SynchronizedOptimizer, "Distributed", **state)
     if exchange.can_lay_out:
@@ -169,28 +168,27 @@ def adopt(
 
 
 def undo(optimizer: SynchronizedOptimizer) -> torch.optim.Optimizer:
-    """Make an optimizer what it was before; its gradients stay this worker's own."""
+    """Give an optimizer its original class back; its gradients stay this worker's own."""
     optimizer._exchange.release()
     hooks: Any = vars(optimizer)["_optimizer_step_pre_hooks"]
     for number in [number for number, hook in hooks.items() if hook is _before_step]:
         del hooks[number]
     plain: torch.optim.Optimizer = optimizer
-    plain.__class__ = type(optimizer).__mro__[2]
+    plain.__class__ = type(optimizer).__bases__[1]
     return plain
 
 
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Reduce the gradients before they are used: now, or after the closure has made them."""
+    """Reduce the gradients before they are used: now, or when the closure has computed them."""
     assert isinstance(optimizer, SynchronizedOptimizer)
     exchange = optimizer._exchange
     _check_groups(vars(optimizer)["param_groups"], exchange)
     exchange.check_weights()
     if optimizer._is_skipping:
         exchange.round.check_idle("step() within skip_synchronize()")
-        exchange.round.reopen()
-        current.current().steps.mark()
+        exchange.end_step()
         return None
     if exchange.round.is_closed:
         warnings.warn(_SKIP, stacklevel=4)
@@ -199,20 +197,19 @@ def _before_step(
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _reducing(kwargs["closure"], exchange)}
     exchange.finish()
-    exchange.round.reopen()
-    current.current().steps.mark()
+    exchange.end_step()
     return None
 
 
 def _check_groups(groups: list[dict[str, Any]], exchange: GradientExchange) -> None:
-    """Raise FastPSError that lists parameters which came into a group unseen."""
+    """Raise FastPSError that lists parameters which a group got without add_param_group()."""
     if all(exchange.has(group["params"]) for group in groups):
         return
-    strange = _places_of(groups, lambda parameter: exchange.has([parameter]))
+    added = _places_of(groups, lambda parameter: exchange.has([parameter]))
     raise FastPSError(
-        "put into param_groups after DistributedOptimizer() was called, so that its gradient is "
-        f"added to no other worker's: {strange}. Use add_param_group(), or make a new optimizer "
-        "of all parameters and call DistributedOptimizer() for it"
+        "parameters were put into param_groups after DistributedOptimizer(), so their gradients "
+        f"are not averaged: {added}. Use add_param_group(), or make a new optimizer of all "
+        "parameters and call DistributedOptimizer() for it"
     )
 
 
@@ -222,9 +219,8 @@ def _reducing(closure: Callable[[], Any], exchange: GradientExchange) -> Callabl
     def run() -> Any:
         exchange.round.check_idle("step(closure)")
         loss = closure()
-        exchange.synchronize()
-        exchange.round.reopen()
-        current.current().steps.mark()
+        exchange.finish()
+        exchange.end_step()
         return loss
 
     return run
@@ -234,11 +230,11 @@ def _names_of(groups: list[dict[str, Any]], given: dict[torch.Tensor, str] | Non
     """Name every parameter of the groups, in their order."""
     if given is None:
         return derived_names([len(group["params"]) for group in groups])
-    lost = _places_of(groups, given.__contains__)
-    if lost:
+    unnamed = _places_of(groups, given.__contains__)
+    if unnamed:
         raise ValueError(
-            "named_parameters does not name every parameter of the optimizer; pass "
-            f"model.named_parameters() of all its models, or nothing. Unnamed: {lost}"
+            "named_parameters does not name every parameter of the optimizer: pass "
+            f"model.named_parameters() of all its models, or nothing. Unnamed: {unnamed}"
         )
     return [given[parameter] for group in groups for parameter in group["params"]]
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All workers learn that one of them has built another model, or begun with other weights.
+"""Compare the models of all workers: parameters, options and weights.
 
-What travels together is chosen by each worker for itself, from what must be the same everywhere.
-So it is compared, entry by entry, and every worker raises the same error. Called by all workers
-at the same point; blocks.
+Each worker chooses its buckets by itself, from a description that must be the same everywhere. So
+the descriptions are compared, entry by entry, and every worker raises the same error. Called by
+all workers at the same point; blocks.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def check_alike(
     *,
     cure: str = BUILD_ALIKE,
 ) -> None:
-    """Raise MismatchError on all members when one has other entries than the first, worker 0.
+    """Raise MismatchError on all members if one has other entries than the first member.
 
-    label: names the comparison; one at a time. cure: what the error says is to be done.
+    label: the name of the comparison, used once at a time. cure: how to mend it, for the error.
     """
     if process_set is not global_process_set:
         _check_within(mine, label, process_set, cure)
@@ -59,9 +59,9 @@ def check_alike(
 def check_weights(
     parameters: Sequence[torch.Tensor], label: str, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Raise MismatchError on all members when their weights differ, in a single bit of any.
+    """Raise MismatchError on all members if their weights differ in any bit.
 
-    One sum of 8 bytes for each worker; a worker that has joined takes no part. label: names it.
+    Sums 8 bytes per worker. A worker in join() takes no part. label: the name of the comparison.
     """
     if current.current().size > 1:
         _compare(exchange_prints(fingerprint(parameters), f"{label}.weights", process_set))
@@ -70,9 +70,9 @@ def check_weights(
 def exchange_prints(
     mine: Prints, label: str, process_set: ProcessSet = global_process_set
 ) -> dict[int, Prints]:
-    """Return the prints of all members by rank; one sum of 8 bytes for each, which blocks.
+    """Return the prints of all members by rank, without those in join(); blocks.
 
-    A worker that has joined is left out. label: names the exchange.
+    Sums 8 bytes per worker. label: the name of the exchange.
     """
     session, is_of_all = current.current(), process_set is global_process_set
     ranks = range(session.size) if is_of_all else process_set.ranks
@@ -108,17 +108,17 @@ def _compare(prints: Mapping[int, Prints]) -> None:
     if differing:
         raise MismatchError(
             f"the weights of {join_names([f'worker {rank}' for rank in differing])} are not those "
-            f"of worker {first}, and steps with the same gradients keep them apart. Call "
+            f"of worker {first}, and averaged gradients never make them equal. Call "
             "broadcast_parameters(model.state_dict(), root_rank=0) before the first step; or set "
-            "FASTPS_CHECK_WEIGHTS=0 where local models are to differ"
+            "FASTPS_CHECK_WEIGHTS=0 if the models are meant to differ"
         )
 
 
 def _check_within(mine: Sequence[Entry], label: str, process_set: ProcessSet, cure: str) -> None:
-    """Let all members see what all have."""
-    told = gather_objects(process_set.group(), list(mine), f"{label}.alike")
-    for rank, theirs in zip(process_set.ranks, told, strict=True):
-        found = _difference(theirs, told[0], rank, process_set.ranks[0], cure)
+    """Compare the entries of all members with those of the first."""
+    entries = gather_objects(process_set.group(), list(mine), f"{label}.alike")
+    for rank, theirs in zip(process_set.ranks, entries, strict=True):
+        found = _difference(theirs, entries[0], rank, process_set.ranks[0], cure)
         if found:
             raise MismatchError(found)
 
@@ -132,11 +132,11 @@ def _difference(
         root = theirs[place] if place < len(theirs) else None
         if ours != root:
             return (
-                f"number {place} is {_say(ours)} on worker {rank} and {_say(root)} on worker "
-                f"{first}: {cure}"
+                f"number {place} is {_text_of(ours)} on worker {rank} and {_text_of(root)} on "
+                f"worker {first}: {cure}"
             )
     return ""
 
 
-def _say(entry: Entry | None) -> str:
+def _text_of(entry: Entry | None) -> str:
     return "missing" if entry is None else f"{entry[0]!r} of shape {entry[1]}, {entry[2]}"
