@@ -171,7 +171,7 @@ def test_gradients_that_are_one_piece_of_memory(alone: FakeCluster, bucket_bytes
     optimizer = DistributedOptimizer(
         torch.optim.SGD(parameters, lr=1.0), gradient_views=False, bucket_bytes=bucket_bytes
     )
-    with pytest.raises(FastPSError, match=r"group0\.\d' and .* one piece of memory"):
+    with pytest.raises(FastPSError, match=r"group0\.\d' and .* share their memory"):
         (parameters[0].view(2, 2) + parameters[1].view(2, 2)).square().sum().backward()
     del optimizer
 

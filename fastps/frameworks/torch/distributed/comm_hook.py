@@ -18,7 +18,7 @@ from fastps.frameworks.torch.distributed.work import Completer, Operation
 from fastps.frameworks.torch.ops.compression import (
     Compressing,
     Compression,
-    OnTheWay,
+    WireCodec,
     compressor_of,
 )
 from fastps.frameworks.torch.ops.tensors import (
@@ -43,7 +43,7 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
     """
     completer, timeout_s = Completer(), load({}).op_timeout_s
     compressor = compressor_of(compression)
-    options = {"compression": compressor.choice} if isinstance(compressor, OnTheWay) else {}
+    options = {"compression": compressor.choice} if isinstance(compressor, WireCodec) else {}
 
     def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if isinstance(bucket, tuple):

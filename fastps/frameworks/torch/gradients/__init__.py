@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """One round of gradients: from hooks on parameters to averages in .grad.
 
-buckets.py         where gradients lie and how they travel: side by side, or each by itself
 exchange.py        hooks on parameters, one round of gradients
-accumulation.py    with op=Sum: what was added up in earlier rounds
-backward_end.py    when a backward pass is over, in autograd's engine or a compiled one
-sparse.py          gradients that are sparse
-module_buffers.py  buffers of a module on all ranks as on one
+buckets.py         memory of gradients: side by side, or each by itself
+accumulation.py    sums of earlier rounds, with op=Sum
+backward_end.py    callbacks at the end of a backward pass
+sparse.py          sparse gradients
+module_buffers.py  a module's buffers, copied from one rank to all
 data_parallel.py   DistributedDataParallel
-no_compile.py      what torch.compile must not trace
-unwrapped.py       optimizers that nobody wrapped are noticed
+no_compile.py      marks for code that torch.compile must not trace
+unwrapped.py       detection of optimizers that were not wrapped
 """

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums of earlier rounds, kept apart while workers add to the gradients that hold them.
 
-With op=Sum a gradient may hold a sum over all workers when the next backward pass adds to it, and
-would be added once per worker if it were sent so. (The average of equal numbers is the number.)
-Whatever a user puts in its place counts as this worker's own.
+With op=Sum a gradient may hold a sum over all workers when the next backward pass adds to it. If
+it were sent so, that sum would count once per worker. (Averages need no such care: the average of
+equal numbers is the number.) A gradient that a user assigns counts as this worker's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastps.frameworks.torch.gradients.no_compile import opaque
 
 
 class EarlierSums:
-    """For the gradients of a list of parameters; holds the autograd nodes that add to them."""
+    """The earlier sums of a list of parameters, and the autograd nodes that add to them."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
@@ -30,7 +30,7 @@ class EarlierSums:
         self._seen: set[int] = set()  # gradients that a backward pass is about to add to
 
     def watch(self, index: int) -> None:
-        """Be called before a backward pass adds to a gradient.
+        """Call prepare() before each backward pass that adds to a gradient.
 
         A hook on the parameter would also run for torch.autograd.grad(), which adds nothing.
         """
@@ -39,14 +39,14 @@ class EarlierSums:
         self._nodes[index] = node
 
     def prepare(self, index: int) -> None:
-        """Make room for what a backward pass adds to a gradient now."""
+        """Set a gradient's sum apart, before a backward pass adds to it."""
         self._seen.add(index)
         self.set_apart(index)
 
     def check(self, index: int, name: str) -> None:
-        """Note that a backward pass has added to a gradient; FastPSError if that was not seen.
+        """Check that prepare() ran before a backward pass added to a gradient; else FastPSError.
 
-        Converting a module, even back and forth, gives its parameters new nodes.
+        It did not run if the module was converted, which gives its parameters new nodes.
         """
         if index in self._seen:
             self._seen.remove(index)
@@ -55,12 +55,13 @@ class EarlierSums:
         result = self._results.pop(index, None)
         if result is not None and result() is self._parameters[index].grad:
             raise FastPSError(
-                f"{name!r} was converted, and a sum over all workers cannot be told from what was "
-                "added to it since: call zero_grad() after module.to() and its like"
+                f"parameter {name!r} was converted while its gradient held a sum over all "
+                "workers, which cannot be separated now: call zero_grad() after module.to() and "
+                "the like"
             )
 
     def set_apart(self, index: int) -> None:
-        """Leave in a gradient only what this worker adds, unless it was set apart already."""
+        """Move a sum out of a gradient, so that this adds up only this worker's part."""
         gradient, result = self._parameters[index].grad, self._results.pop(index, None)
         if gradient is None:
             self._earlier.pop(index, None)
@@ -69,12 +70,12 @@ class EarlierSums:
             _plain(gradient).zero_()
 
     def forget(self) -> None:
-        """Let nothing of earlier rounds count any more: the gradients are zeroed."""
+        """Forget all sums: the gradients are zeroed."""
         self._earlier.clear()
         self._results.clear()
 
     def add_back(self) -> None:
-        """Complete the gradients of a round, which hold its own sums."""
+        """Add the earlier sums to the gradients of a round."""
         for index, earlier in self._earlier.items():
             gradient = self._parameters[index].grad
             if gradient is not None:
@@ -86,7 +87,7 @@ class EarlierSums:
 
 
 def _plain(gradient: torch.Tensor) -> torch.Tensor:
-    """Return what to write to; a change of a detached sparse tensor stays with that one."""
+    """Return a gradient to write to; changes of a detached sparse tensor would be lost."""
     if not gradient.is_sparse:
         return gradient.detach()
     return gradient.detach_() if gradient.requires_grad else gradient

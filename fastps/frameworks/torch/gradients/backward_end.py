@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls at the end of a backward pass, whoever runs it.
+"""Callbacks at the end of a backward pass, under autograd's engine and compiled autograd.
 
-Autograd's engine makes them by itself. Compiled autograd drops what the engine is asked to call;
-but when one of its graphs has run, it asks what looks for NaN there, if there is such a thing. An
-_Ending stands in that place until the pass is over. The place is found through the frames that
-have led to a hook: nothing of torch is changed for passes in which nobody asks. (To count the
-gradients that are to come would not do: Dynamo calls no hook where a compiled part makes none.)
+Autograd's engine has such callbacks. Compiled autograd drops them; but after each of its graphs it
+calls the graph's nan_checker, if there is one. An _EndCallback replaces that until the pass is
+over. The graph is found through the stack frames that led to a hook, so torch is unchanged in
+passes without callbacks. (Counting the expected gradients would not do: Dynamo calls no hook for
+gradients that a compiled part does not compute.)
 
 Used by the thread that runs the backward pass.
 """
@@ -22,19 +22,19 @@ from fastps.errors import FastPSError
 from fastps.frameworks.torch.gradients.no_compile import opaque
 
 _UNKNOWN = (
-    "compiled autograd runs this backward pass, and of this version of torch it is not known how "
-    "to learn when it ends: no gradient was averaged, take no step with them. Use torch 2.8 to "
-    "2.13, fastps.torch.DistributedOptimizer without finish_in_backward, or no compiled autograd "
+    "compiled autograd runs this backward pass, whose end cannot be detected with this version of "
+    "torch: no gradient was averaged, so do not step with them. Use torch 2.8 to 2.13, "
+    "fastps.torch.DistributedOptimizer without finish_in_backward, or no compiled autograd "
     "(torch.compile(model) alone needs none)"
 )
 
 
 @opaque
 def call_at_the_end(function: Callable[[], Any]) -> None:
-    """Have a function called when the backward pass that runs now is done, unless it fails.
+    """Call a function when the running backward pass is done, unless it fails.
 
-    That function may ask for another call, which comes after all that were asked for before.
-    FastPSError under compiled autograd, where this torch has it otherwise.
+    The function may add another one, which is called after all that were added before.
+    FastPSError under compiled autograd of an unknown version of torch.
     """
     if not _is_autograd_compiled():
         Variable._execution_engine.queue_callback(function)
@@ -42,13 +42,13 @@ def call_at_the_end(function: Callable[[], Any]) -> None:
     graph = _graph_that_runs()
     if not hasattr(graph, "nan_checker"):
         raise FastPSError(_UNKNOWN)
-    if not isinstance(graph.nan_checker, _Ending):
-        graph.nan_checker = _Ending(graph)
+    if not isinstance(graph.nan_checker, _EndCallback):
+        graph.nan_checker = _EndCallback(graph)
     graph.nan_checker.functions.append(function)
 
 
-class _Ending:
-    """What is to be called when a graph has run, in place of what looks for NaN then."""
+class _EndCallback:
+    """Functions to call when a graph has run; replaces its nan_checker."""
 
     def __init__(self, graph: Any) -> None:
         self.functions: list[Callable[[], Any]] = []
@@ -56,17 +56,17 @@ class _Ending:
 
     @opaque
     def check(self, results: Any) -> None:
-        """Call all, and leave; torch asks for this after the whole backward pass."""
+        """Call all functions; torch calls this after the whole backward pass."""
         try:
             if self._before is not None:
                 self._before.check(results)
-            for function in self.functions:  # they may become more meanwhile
+            for function in self.functions:  # which may add more
                 function()
         finally:
             self._graph.nan_checker = self._before
 
     def prep_with_inputs(self, inputs: Any) -> None:
-        """Leave: a new pass begins, and the one that was asked about has failed."""
+        """Restore the nan_checker: a new pass begins, as the one before has failed."""
         self._graph.nan_checker = self._before
         if self._before is not None:
             self._before.prep_with_inputs(inputs)
@@ -75,12 +75,12 @@ class _Ending:
 def _is_autograd_compiled() -> bool:
     """Return whether compiled autograd runs the backward pass; importing it would take long."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
-    switch = getattr(module, "compiled_autograd_enabled", False)  # where torch tells no more
+    switch = getattr(module, "compiled_autograd_enabled", False)  # of versions without the other
     return bool(getattr(module, "in_compiled_autograd_region", switch))
 
 
 def _graph_that_runs() -> Any:
-    """Find what compiled autograd keeps of the graph that runs; None where it is not seen."""
+    """Find compiled autograd's object of the graph that runs; None if it is not found."""
     frame = sys._getframe()
     while frame.f_code.co_name != "runtime_wrapper":
         if frame.f_back is None:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels under one name: a bucket of gradients, or one gradient where it lies.
+"""What travels under one name: a bucket of gradients side by side, or one gradient in place.
 
-Decides where gradients lie in memory and moves them between there and what is sent; starts no
-communication. Two kinds with the same face. A FlatBucket owns an array, in shared memory where
-the session has some, with one slot per gradient. As a view, a slot *is* p.grad: autograd adds to
-it in place, and one that autograd made anew (after p.grad was None) is copied into it once.
-Otherwise gradients are copied in and out, and cast on the way if the slots have a half type. A
-LooseGradient sends p.grad itself, or what a compression makes of it.
+Decides where gradients lie in memory and copies them to and from the arrays that are sent; starts
+no communication. There are two kinds with one interface. A FlatBucket owns an array, in shared
+memory where the session has some, with one slot per gradient. As a view, a slot *is* p.grad:
+autograd adds to it in place, and a new tensor of autograd (after p.grad was None) is copied into
+it once. Otherwise gradients are copied in and out, and cast if the slots have a half type. A
+LooseGradient sends p.grad itself, or the compressed p.grad.
 
-Whatever the framework or its user did to p.grad before load() is sent, and nobody may change it
-between load() and store(): store() notices. A tensor may be given other memory and stay the same
-object (p.grad.data = x, module.bfloat16(), share_memory()), so addresses are compared as well.
-Used by one thread at a time.
+load() takes p.grad as it is then; between load() and store() it must not change, and store()
+checks that. A tensor may get other memory and stay the same object (p.grad.data = x,
+module.bfloat16(), share_memory()), so addresses are compared as well. Used by one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from fastps.frameworks.torch.ops.tensors import (
 from fastps.session.session import Session
 from fastps.types import DType
 
-ALIGNMENT = 64  # bytes, of each slot: what the processor loads at once
+ALIGNMENT = 64  # bytes, of each slot: a cache line
 
-Memory: TypeAlias = dict[int, str]  # address of a gradient in flight -> whose it is
+Memory: TypeAlias = dict[int, str]  # address of a gradient in flight -> name of its parameter
 Spec: TypeAlias = tuple[str, tuple[int, ...], DType]
 
 # Once per gradient and step: map() takes half the time of a loop.
@@ -54,27 +54,24 @@ _address_of = torch.Tensor.data_ptr
 
 
 class Bucket(Protocol):
-    """What travels under one name."""
+    """What travels under one name; parameters: those whose gradients it holds."""
 
     name: str
     code: DType
     array: Array
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """Those whose gradients travel."""
+    parameters: Sequence[torch.Tensor]
 
     def spec(self) -> Spec:
-        """Return what the session declares: name, shape and dtype of `array`."""
+        """Return name, shape and dtype of `array`, for session.declare()."""
 
     def load(self, session: Session, memory: Memory) -> None:
-        """Make `array` hold what is to be sent: gradients, zeros where there are none."""
+        """Fill `array` with the gradients, and zeros where there are none."""
 
-    def has_left(self, gradient: torch.Tensor) -> bool:
-        """Return whether the last store() wrote to a gradient, which is this very tensor."""
+    def wrote(self, gradient: torch.Tensor) -> bool:
+        """Return whether the last store() wrote to this very tensor."""
 
     def store(self) -> None:
-        """Make p.grad hold what is in `array` now; FastPSError where someone else wrote to it."""
+        """Write `array` to p.grad; FastPSError if p.grad has changed since load()."""
 
 
 class _Copied(NamedTuple):
@@ -86,7 +83,7 @@ class _Copied(NamedTuple):
 
 
 def _is_same(gradient: torch.Tensor | None, copied: _Copied) -> bool:
-    """Return whether nobody has replaced a gradient, written to it, or given it other memory."""
+    """Return whether a gradient was neither replaced nor written to, nor got other memory."""
     return (
         gradient is copied.gradient
         and version_of(gradient) == copied.version
@@ -112,7 +109,7 @@ class FlatBucket:
         self.name = name
         self.code = wire_dtype(dtype, name)
         self.array: Array
-        self._parameters = parameters
+        self.parameters = parameters
         self._names = names
         self._kind = parameters[0].dtype
         self._dtype = dtype
@@ -120,7 +117,7 @@ class FlatBucket:
         self._addresses: list[int] = []  # of the slots, while they lie over the array
         self._versions: list[int] = []
         self._skipped: set[int] = set()  # frozen ones: zeros are sent, nothing is written
-        self._apart: frozenset[int] = frozenset()  # sparse ones: not ours
+        self._left_out: frozenset[int] = frozenset()  # sparse ones, which travel as rows
         self._copied: dict[int, _Copied] = {}
         self._can_be_view = [
             is_view and parameter.dtype is dtype and is_sendable(parameter)
@@ -128,50 +125,45 @@ class FlatBucket:
         ]
 
     @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """Those whose gradients are in the slots."""
-        return self._parameters
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the array: that of the gradient, if it is alone."""
-        if len(self._parameters) == 1:
-            return tuple(self._parameters[0].shape)
-        return (sum(_counts_of(self._parameters, self._dtype)),)
+        if len(self.parameters) == 1:
+            return tuple(self.parameters[0].shape)
+        return (sum(_counts_of(self.parameters, self._dtype)),)
 
     def spec(self) -> Spec:
         """Return name, shape and dtype of the array."""
         return self.name, self.shape, self.code
 
     def leave_out(self, places: Iterable[int]) -> None:
-        """Send zeros for gradients that travel in another way from now on."""
-        self._apart = frozenset(places)
+        """Send zeros in the slots of gradients that travel as rows from now on."""
+        self._left_out = frozenset(places)
 
     def make_room(self, session: Session) -> None:
-        """Make the array and its slots; load() does it if nobody has."""
+        """Allocate the array and its slots, unless they exist; load() does so too."""
         if self._slots:
             return
-        if len(self._parameters) == 1:
-            count = self._parameters[0].numel()
+        if len(self.parameters) == 1:
+            count = self.parameters[0].numel()
             self.array = make_room(session, count, self.code).reshape(self.shape)
         else:
             self.array = make_room(session, self.shape[0], self.code)
-        self._slots = slots_of(self.array.reshape(-1), self._parameters, self._dtype)
+        self._slots = slots_of(self.array.reshape(-1), self.parameters, self._dtype)
         self._addresses = list(map(_address_of, self._slots))
 
     def load(self, session: Session, memory: Memory) -> None:
-        """Copy gradients that are not slots into theirs; make slots gradients where that goes."""
+        """Copy gradients into their slots, and make the slots p.grad where that is possible."""
         self.make_room(session)
         if list(map(_address_of, self._slots)) != self._addresses:
             self._renew_slots()
         self._copied.clear()
         self._skipped.clear()
         found: list[tuple[int, torch.Tensor]] = []
-        for place, (parameter, slot) in enumerate(zip(self._parameters, self._slots, strict=True)):
+        for place, (parameter, slot) in enumerate(zip(self.parameters, self._slots, strict=True)):
             gradient = parameter.grad
             if gradient is slot:
                 continue
-            if place in self._apart:
+            if place in self._left_out:
                 slot.zero_()
                 self._skipped.add(place)
                 continue
@@ -191,8 +183,8 @@ class FlatBucket:
         self._versions = list(map(_version_of, self._slots))
 
     def _renew_slots(self) -> None:
-        """Put new slots where one was given other memory; it is its user's gradient now."""
-        fresh = slots_of(self.array.reshape(-1), self._parameters, self._dtype)
+        """Replace slots that a user gave other memory; those are the user's gradients now."""
+        fresh = slots_of(self.array.reshape(-1), self.parameters, self._dtype)
         for place, (slot, address) in enumerate(zip(self._slots, self._addresses, strict=True)):
             if slot.data_ptr() != address:
                 self._slots[place] = fresh[place]
@@ -207,8 +199,8 @@ class FlatBucket:
             self._adopt(place, gradient, memory)
 
     def _adopt(self, place: int, gradient: torch.Tensor | None, memory: Memory) -> None:
-        """Make the slot the gradient; one that autograd follows, or of another kind, stays."""
-        parameter = self._parameters[place]
+        """Make the slot p.grad, unless autograd tracks the gradient or its layout differs."""
+        parameter = self.parameters[place]
         if self._can_be_view[place] and (gradient is None or not gradient.requires_grad):
             try:
                 parameter.grad = self._slots[place]
@@ -222,9 +214,9 @@ class FlatBucket:
         self._copied[place] = _note(gradient, self._names[place], memory)
 
     def store(self) -> None:
-        """Check that gradients are as load() left them, and copy results to those not slots."""
+        """Check that gradients are as load() left them, and copy results to copied ones."""
         if not (
-            all(map(is_, map(_gradient_of, self._parameters), self._slots))
+            all(map(is_, map(_gradient_of, self.parameters), self._slots))
             and list(map(_version_of, self._slots)) == self._versions
             and list(map(_address_of, self._slots)) == self._addresses
         ):
@@ -237,16 +229,16 @@ class FlatBucket:
                     [self._slots[place] for place in self._copied],
                 )
 
-    def has_left(self, gradient: torch.Tensor) -> bool:
+    def wrote(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient is a slot, or was copied to."""
-        left = (*self._slots, *(copied.gradient for copied in self._copied.values()))
-        return any(gradient is one for one in left)
+        written = (*self._slots, *(copied.gradient for copied in self._copied.values()))
+        return any(gradient is one for one in written)
 
     def _check_each(self) -> None:
         """Raise FastPSError that names the first gradient which is not as load() left it."""
         marks = zip(self._slots, self._versions, self._addresses, strict=True)
         for place, (slot, version, address) in enumerate(marks):
-            gradient = self._parameters[place].grad
+            gradient = self.parameters[place].grad
             if gradient is slot:
                 is_same = slot._version == version and slot.data_ptr() == address
             elif place in self._copied:
@@ -258,31 +250,27 @@ class FlatBucket:
 
 
 class LooseGradient:
-    """One gradient, sent from where autograd has put it if it is contiguous."""
+    """One gradient, sent from autograd's own memory if it is contiguous."""
 
     def __init__(self, name: str, parameter: torch.Tensor, compression: Compressor) -> None:
         self.name = name
         self.code: DType
         self.array: Array
+        self.parameters: Sequence[torch.Tensor] = [parameter]
         self._parameter = parameter
         self._kind = parameter.dtype
         self._compression = compression
         self._loaded: tuple[_Copied, torch.Tensor, Any, bool]
-        self._left: Callable[[], torch.Tensor | None] = lambda: None  # what store() wrote to
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The one whose gradient it is."""
-        return [self._parameter]
+        self._written: Callable[[], torch.Tensor | None] = lambda: None  # by store()
 
     def spec(self) -> Spec:
-        """Return name, shape and dtype of what is sent of the gradient."""
+        """Return name, shape and dtype of the tensor that is sent."""
         real = real_of(self._parameter)
         wire, _ = self._compression.compress(real.new_empty(0))
         return self.name, tuple(real.shape), wire_dtype(wire.dtype, self.name)
 
     def load(self, session: Session, memory: Memory) -> None:
-        """Make the tensor to send: the gradient itself where possible, zeros where is none."""
+        """Make the tensor to send: the gradient itself where possible, zeros for None."""
         parameter = self._parameter
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
@@ -302,7 +290,7 @@ class LooseGradient:
         self.array, self.code = view_of(wire), wire_dtype(wire.dtype, self.name)
 
     def store(self) -> None:
-        """Write the result into the gradient, if nobody has touched it meanwhile."""
+        """Write the result into the gradient; FastPSError if that has changed since load()."""
         copied, wire, context, is_in_place = self._loaded
         if not _is_same(self._parameter.grad, copied):
             raise _changed(self.name)
@@ -311,16 +299,16 @@ class LooseGradient:
                 real_of(copied.gradient).copy_(self._compression.decompress(wire, context))
         else:
             mark_written(copied.gradient)
-        self._left = weakref.ref(copied.gradient)
-        del self._loaded, self.array  # what a compression made may go
+        self._written = weakref.ref(copied.gradient)
+        del self._loaded, self.array  # frees what a compression made
 
-    def has_left(self, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient was written to."""
-        return self._left() is gradient
+    def wrote(self, gradient: torch.Tensor) -> bool:
+        """Return whether the last store() wrote to this very tensor."""
+        return self._written() is gradient
 
 
 def bucket_name(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
-    """Name a bucket by its first gradient, and so that only the same gradients give the same."""
+    """Return a bucket's name: its first gradient, and a digest of all names and shapes."""
     if len(names) == 1:
         return names[0]
     text = repr([(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True)])
@@ -331,7 +319,7 @@ def bucket_name(names: Sequence[str], shapes: Sequence[Sequence[int]]) -> str:
 def slots_of(
     array: Array, tensors: Sequence[torch.Tensor], dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Cut a flat array into one tensor of a dtype for each of the tensors, of its shape.
+    """Cut a flat array into tensors of a dtype, one of the shape of each tensor.
 
     Every slot has a version counter of its own.
     """
@@ -345,30 +333,30 @@ def slots_of(
 
 
 def _counts_of(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[int]:
-    """Count the elements of each slot, with what aligns the next one."""
+    """Return the number of elements of each slot, with its padding."""
     unit = ALIGNMENT // dtype.itemsize
     return [-(-tensor.numel() // unit) * unit for tensor in tensors]
 
 
 def _note(gradient: torch.Tensor, name: str, memory: Memory) -> _Copied:
-    """Note how a gradient is now; refuse one whose memory is in flight as another parameter's."""
+    """Record a gradient's state; FastPSError if another parameter's gradient has its memory."""
     address = gradient.data_ptr()
     other = memory.setdefault(address, name)
     if other != name and gradient.numel():
         raise FastPSError(
-            f"{other!r} and {name!r} are one piece of memory, as torch makes it when two "
-            "parameters are reshaped and then added: add parameter.clone() instead of one of "
-            "the two"
+            f"the gradients of {other!r} and {name!r} share their memory, as torch makes them "
+            "when two parameters are reshaped and then added: add parameter.clone() instead of "
+            "one of the two"
         )
     return _Copied(gradient, version_of(gradient), address)
 
 
 def _changed(name: str) -> FastPSError:
-    """Make the error for a gradient that was written to, or replaced, while in flight."""
+    """Return the error for a gradient that was written to, or replaced, while in flight."""
     return FastPSError(
-        f"{name!r} was changed while it was being communicated: call optimizer.synchronize() "
-        "before clipping, unscaling, zeroing or replacing gradients (with "
-        "DistributedDataParallel, do so when backward() has returned)"
+        f"the gradient of {name!r} was changed while it was being communicated: call "
+        "optimizer.synchronize() before clipping, unscaling, zeroing or replacing gradients (with "
+        "DistributedDataParallel, do so after backward())"
     )
 
 
@@ -376,6 +364,6 @@ def _check_kind(name: str, kind: torch.dtype, parameter: torch.Tensor) -> None:
     """Raise TypeError for a parameter that was converted to another dtype after wrapping."""
     if parameter.dtype is not kind:
         raise TypeError(
-            f"{name!r} was {kind} when it was wrapped and is {parameter.dtype}: convert the "
-            "module back, or wrap it anew, a DistributedOptimizer with another prefix"
+            f"parameter {name!r} was {kind} when it was wrapped and is {parameter.dtype} now: "
+            "convert the module back, or wrap it again, a DistributedOptimizer with another prefix"
         )

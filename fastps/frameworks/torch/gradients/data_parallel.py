@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """DistributedDataParallel: backward() returns when the gradients are averaged over all workers.
 
-The exchange starts gradients as they become ready, as for DistributedOptimizer. Here it also has
-to know when a backward pass ends: hooks on the outputs of forward(), which run at the top of the
-pass, ask the autograd engine to call back at its end. So a pass that re-enters the engine (a
-checkpoint) ends once, and torch.autograd.grad(), which accumulates nothing, sends nothing. What
-hooks cannot be put on (outputs of unknown classes) begins with the first gradient instead.
-Compiled autograd (see backward_end.py) sends all at the end of the pass.
+The exchange starts gradients as they become ready, as for DistributedOptimizer. Here it also needs
+the end of a backward pass: hooks on the outputs of forward(), which run at the start of the pass,
+ask the autograd engine for a callback at its end. So a pass that re-enters the engine (a
+checkpoint) ends once, and torch.autograd.grad(), which accumulates nothing, sends nothing. Where
+outputs take no hooks (unknown classes) a round begins with the first gradient instead. Under
+compiled autograd (see backward_end.py) all gradients are sent at the end of the pass.
 
-All of one instance runs in one thread at a time, the one that runs forward and backward.
+An instance runs in one thread at a time, the one that runs forward and backward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from fastps.session.session import Session
 
 _TWICE = (
-    "one backward pass reaches the parameter several times, as it does through a checkpoint that "
+    "one backward pass reaches the parameter several times, as through a checkpoint that "
     "re-enters autograd: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
@@ -51,58 +51,58 @@ _TWICE = (
 class BackwardExchange(GradientExchange):
     """Make a round of each backward pass that goes through the outputs of forward().
 
-    is_armed: a forward pass has run whose backward pass is to be a round.
+    is_armed: whether the backward pass of the last forward pass will be a round.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cure=_TWICE, **options)
         self.is_armed = False
-        self._is_blind = False  # the last outputs had no tensor to put a hook on
+        self._is_unhooked = False  # the last outputs had no tensor to put a hook on
         self._is_begun = False
-        self._has_traced = False  # a compiled graph has made gradients of this round
+        self._has_traced = False  # a compiled graph has computed gradients of this round
 
     def can_share_with(self, other: GradientExchange) -> bool:
-        """Return whether the other one, too, sends only what its own forward() announces."""
+        """Return whether the other is one of these, with no round begun."""
         return isinstance(other, BackwardExchange) and not other._is_begun
 
     def expect(self, outputs: Any) -> None:
-        """Let the backward pass through these outputs of forward() be a round."""
+        """Make the backward pass through these outputs of forward() a round."""
         tensors = [leaf for leaf in _leaves_of(outputs) if leaf.grad_fn is not None]
-        self.is_armed, self._is_blind = True, not tensors
+        self.is_armed, self._is_unhooked = True, not tensors
         for tensor in tensors:
             tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Let the next backward pass be a round, whatever its forward pass was to be."""
+        """Make the next backward pass a round, even if its forward pass was in no_sync()."""
         self.expect(outputs)
-        self._is_blind = False
+        self._is_unhooked = False
 
     def check_ended(self) -> None:
         """Raise FastPSError when the last backward pass ended before its round did."""
         if self._is_begun:
             names = shortened(self.round.names_in_flight())
             raise FastPSError(
-                "the last backward() did not come to its end, and gradients may be in flight "
-                f"({names or 'none of this worker'}): other workers wait for the rest. End the "
-                "job, or call synchronize() to send what there is and complete the step"
+                "the last backward() failed before its end, and gradients may be in flight "
+                f"({names or 'none of this worker'}), while other workers wait for the rest: end "
+                "the job, or call synchronize() to send the present gradients and end the step"
             )
 
     def complete(self) -> None:
-        """End a round that a failed backward pass has left open; does nothing without one."""
+        """End the round of a backward pass that failed; does nothing without one."""
         if self._is_begun:
             self.finish()
             self._reset()
 
     def _is_round(self) -> bool:
-        """Return whether this backward pass is a round; otherwise it just accumulates."""
+        """Return whether this backward pass is a round; otherwise it only accumulates."""
         if self.is_armed:
             self._begin()
         return self._is_begun
 
     def on_traced_gradient(self, index: int) -> None:
-        """Note a gradient in a compiled graph; it is sent at the end, and the graph stays whole.
+        """Note a gradient in a compiled graph, to be sent at the end, without a graph break.
 
-        Not where each is looked at: there, and at a first one that begins the round, it is cut.
+        The first gradient of a round, and all with op=Sum, do break the graph.
         """
         if self._sums is not None or (self.is_armed and not self._is_begun):
             self._on_single_gradient(index)
@@ -127,10 +127,10 @@ class BackwardExchange(GradientExchange):
             self._is_begun = True
 
     def _send_rest(self) -> None:
-        """Send what did not arrive; the engine calls this after the whole backward pass.
+        """Send gradients that did not arrive; called after the whole backward pass.
 
-        What waits comes in further calls, so that of several modules in one backward pass all
-        have asked, and have sent, before one waits: their order may differ between workers.
+        The calls that wait are queued behind. So all modules of a backward pass have asked, and
+        have sent, before one of them waits: their order may differ between workers.
         """
         if self.round.has_arrivals or self._has_traced:
             self.ask_about_sparse()
@@ -150,11 +150,11 @@ class BackwardExchange(GradientExchange):
     def _reset(self) -> None:
         self.round.reopen()
         self._is_begun = self._has_traced = False
-        self.is_armed = self._is_blind
+        self.is_armed = self._is_unhooked
 
 
 def _arrive_traced(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor) -> None:
-    """Tell an exchange of a gradient, in a graph that compiled autograd has made."""
+    """Pass a gradient on to its exchange, in a graph that compiled autograd has made."""
     alive = exchange()
     if alive is not None:
         alive.on_traced_gradient(index)
@@ -162,14 +162,14 @@ def _arrive_traced(exchange: weakref.ref[BackwardExchange], index: int, _: torch
 
 @seen_as(_arrive_traced)
 def _arrive(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor) -> None:
-    """Tell an exchange of a gradient; not arrive(), whose code Dynamo may compile."""
+    """Pass a gradient on to its exchange; apart from arrive(), which Dynamo may compile."""
     alive = exchange()
     if alive is not None:
         alive.on_gradient(index)
 
 
-class _Parts:
-    """Parts of the module in a wrapper's dictionary, to notice when one is replaced."""
+class _ModuleSnapshot:
+    """The submodules and parameters of a wrapped module, to notice when one is replaced."""
 
     def __init__(self, holder: dict[str, Any]) -> None:
         self._holder = holder
@@ -177,9 +177,9 @@ class _Parts:
         self._note()
 
     def are_same(self) -> bool:
-        """Return whether no part was added, removed or replaced; FastPSError names new parameters.
+        """Return whether no part was added, removed or replaced; FastPSError for new parameters.
 
-        Takes 40 us for 200 layers, and says so once.
+        Returns False once for a change, then True. Takes 40 us for 200 layers.
         """
         if sum(map(len, self._views)) == len(self._parts) and all(
             map(is_, itertools.chain.from_iterable(self._views), self._parts)
@@ -187,18 +187,18 @@ class _Parts:
             return True
         module = self._holder["module"]
         _check_kinds(module)
-        strange = [name for name, p in module.named_parameters() if p not in self._known]
-        if strange:
+        added = [name for name, p in module.named_parameters() if p not in self._known]
+        if added:
             raise FastPSError(
-                f"{shortened(strange)} came into the module after it was wrapped, so the gradient "
-                "is added to no other worker's: change the module first, or wrap it anew and give "
-                "a new optimizer its parameters (load_state_dict() without assign=True copies)"
+                f"{shortened(added)} came into the module after it was wrapped, so the gradient "
+                "is not averaged: change the module before, or wrap it again and give a new "
+                "optimizer its parameters (load_state_dict() without assign=True copies)"
             )
         self._note()
         return False
 
     def _note(self) -> None:
-        """Remember every part; views of the dictionaries that hold them show what is there."""
+        """Remember every part, and views of the dictionaries that show later changes."""
         self._views = [self._holder.values()]
         for part in self._holder["module"].modules():
             self._views += [part._parameters.values(), part._modules.values()]
@@ -208,33 +208,32 @@ class _Parts:
 class DistributedDataParallel(torch.nn.Module):
     """Average a module's gradients over all workers during backward(); any optimizer will do.
 
-    Parameters and buffers of rank 0 are given to all ranks at construction. When backward()
-    returns, p.grad holds the average; gradients of parameters that a rank did not use count as
-    zero, always (find_unused_parameters is accepted and not needed), and p.grad is zero rather
-    than None then. broadcast_buffers: before each forward pass in training mode all ranks take
-    over rank 0's buffers. compression, op, rule, gradient_views and bucket_bytes are those of
-    DistributedOptimizer, as are sparse_as_dense and process_set, whose first member is in rank 0's
-    place. Torch's words bucket_cap_mb (bucket_bytes in MiB) and gradient_as_bucket_view
-    (gradient_views=True) mean the same, and static_graph is accepted and not needed. Gradients
-    accumulate over several backward passes as without this class, with no_sync() at the cost of
-    one exchange.
+    All ranks take over rank 0's parameters and buffers at construction. When backward() returns,
+    p.grad holds the average. Gradients of parameters that a rank did not use count as zero, and
+    p.grad is zero rather than None then (find_unused_parameters is accepted and not needed).
+    broadcast_buffers: before each forward pass in training mode all ranks take over rank 0's
+    buffers. compression, op, rule, gradient_views, bucket_bytes, sparse_as_dense and process_set,
+    whose first member replaces rank 0, are those of DistributedOptimizer. Torch's names
+    bucket_cap_mb (bucket_bytes in MiB) and gradient_as_bucket_view (gradient_views=True) mean the
+    same, and static_graph is accepted and not needed. Gradients accumulate over several backward
+    passes as without this class, with no_sync() at the cost of one exchange.
 
-    The next forward pass raises FastPSError when the module has got new parameters (a layer was
-    replaced, load_state_dict(assign=True)): wrap anew then. For a
-    SyncBatchNorm use fastps.torch's.
+    The next forward pass raises FastPSError if the module has new parameters (a layer was
+    replaced, load_state_dict(assign=True)): wrap it again then. Use fastps.torch.SyncBatchNorm
+    instead of torch's.
 
     All ranks build their instances in the same order, or give each a `prefix`, and run the same
-    number of backward passes; each must reach at least one parameter. An error that is raised
-    within backward(), such as PeerLostError, comes out of it. Wrap anew after shutdown(). A deep
-    copy, as AveragedModel makes one, exchanges nothing: it is for evaluation.
+    number of backward passes; each must reach at least one parameter. backward() raises errors
+    such as PeerLostError. Wrap again after shutdown(). A deep copy, such as AveragedModel makes,
+    exchanges nothing: it is for evaluation.
 
     It counts as an instance of torch's class, so that Accelerate, transformers and torch's
-    checkpoints find the module within (.module). require_backward_grad_sync is False in no_sync();
-    programs may set it before a forward pass.
+    checkpoints find the wrapped module (.module). require_backward_grad_sync is False in
+    no_sync(); programs may set it before a forward pass.
     """
 
     require_backward_grad_sync = True
-    require_forward_param_sync = True  # with reducer, what Accelerate sets and calls of torch's
+    require_forward_param_sync = True  # Accelerate sets it, and calls reducer
     _is_copy = False
 
     def __init__(
@@ -261,11 +260,17 @@ class DistributedDataParallel(torch.nn.Module):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch module, not {type(module).__name__}")
         if device_ids or output_device is not None:
-            raise ValueError("only modules on the CPU are served: leave device_ids out")
+            raise ValueError(
+                f"only modules on the CPU are supported, got {device_ids=} and {output_device=}: "
+                "leave both out"
+            )
         _check_kinds(module)
         lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
         if lazy:
-            raise ValueError(f"run one forward pass first: {shortened(lazy)} have no shape yet")
+            raise ValueError(
+                f"lazy parameters have no shape yet ({shortened(lazy)}): run one forward pass "
+                "before wrapping"
+            )
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         prefix = _next_prefix(process_set) if prefix is None else prefix
@@ -289,7 +294,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffer_sync.check_alike()
         broadcast_parameters(named, process_set.first, f"{prefix}Parameter.", process_set)
         self._buffer_sync.synchronize()
-        self._parts = _Parts(self._modules)
+        self._snapshot = _ModuleSnapshot(self._modules)
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module; the backward pass through what it returns averages the gradients."""
@@ -299,7 +304,7 @@ class DistributedDataParallel(torch.nn.Module):
         if is_round and not _is_in_backward():
             self._exchange.check_ended()
             self._exchange.check_in_charge()
-            if not self._parts.are_same():
+            if not self._snapshot.are_same():
                 self._buffer_sync = BufferSync(self.module, self._prefix, self._process_set)
             if self.broadcast_buffers and self.training:
                 self._buffer_sync.synchronize()
@@ -312,9 +317,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let forward passes in this context, with their backward passes, only accumulate.
+        """Only accumulate gradients in the backward passes of forward passes in this context.
 
-        The first backward pass of a forward pass outside averages the sum.
+        The backward pass of the first forward pass outside averages the sum.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -325,20 +330,20 @@ class DistributedDataParallel(torch.nn.Module):
 
     @property
     def reducer(self) -> BackwardExchange:
-        """Return what has prepare_for_backward(), as torch's."""
+        """Return an object with prepare_for_backward(), as torch's reducer."""
         return self._exchange
 
     def synchronize(self) -> None:
-        """Complete the step after backward() has failed: send what there is, wait, go on.
+        """Complete the step after backward() has failed: send present gradients, and wait.
 
-        Does nothing otherwise. Other workers get what this one has, zeros for the rest.
+        Does nothing otherwise. Other workers get zeros for gradients that this one lacks.
         """
         self._exchange.complete()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """Return a wrapper of a copied module, which exchanges nothing.
 
-        Nobody knows whether all workers make the copy, and whether it is to be trained.
+        It is unknown whether all workers make the copy, and whether it will be trained.
         """
         copied = type(self).__new__(type(self))
         torch.nn.Module.__init__(copied)
@@ -351,8 +356,8 @@ class DistributedDataParallel(torch.nn.Module):
         """Run the module of a copy."""
         if torch.is_grad_enabled() and self.training:
             raise FastPSError(
-                "this is a copy of a DistributedDataParallel, which averages no gradients: wrap "
-                "its .module to train it, or call eval() or use torch.no_grad()"
+                "this copy of a DistributedDataParallel averages no gradients: wrap its .module "
+                "to train it, or call eval() or use torch.no_grad()"
             )
         return self.module(*inputs, **options)
 
@@ -361,26 +366,26 @@ class DistributedDataParallel(torch.nn.Module):
         raise TypeError("a DistributedDataParallel cannot be pickled; save its state_dict()")
 
 
-# A subclass in name alone: what torch's has besides would need its reducer.
+# A virtual subclass: a real one would need torch's reducer.
 torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 _instances: weakref.WeakKeyDictionary[Session, Counter[ProcessSet]] = weakref.WeakKeyDictionary()
 
 
 def _next_prefix(process_set: ProcessSet) -> str:
-    """Name the instances of a process set by number: the same on members that build them alike."""
+    """Return a prefix with the instance's number among those of its process set."""
     counts = _instances.setdefault(current.current(), Counter())
     counts[process_set] += 1
     return f"DDP{counts[process_set] - 1}."
 
 
 def _check_kinds(module: torch.nn.Module) -> None:
-    """Refuse modules of which a part talks to other workers by itself."""
+    """Raise ValueError for a module with a part that communicates by itself."""
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{name or 'the module'!r} is a DistributedDataParallel already, and gradients "
-                "would be added twice: wrap once, around the module itself (its .module)"
+                f"{name or 'the module'!r} is a DistributedDataParallel already, so gradients "
+                "would be averaged twice: wrap only the plain module (its .module)"
             )
         if isinstance(part, torch.nn.SyncBatchNorm):
             raise ValueError(
@@ -394,7 +399,7 @@ def _is_in_backward() -> bool:
 
 
 def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:
-    """Walk over the tensors in nested containers and dataclasses."""
+    """Yield the tensors in nested containers and dataclasses."""
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf

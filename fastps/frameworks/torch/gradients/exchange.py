@@ -2,9 +2,9 @@
 """GradientExchange: what DistributedOptimizer and DistributedDataParallel do with gradients.
 
 A hook on each parameter starts the push_pull of its bucket as soon as the bucket's gradients are
-ready; finish() sends what is missing and waits for everything, without the GIL. Invariants: every
+ready; finish() sends the missing buckets and waits for all, without the GIL. Invariants: every
 rank sends every bucket exactly once per round (zeros for parameters that this rank did not use),
-and nobody writes to a gradient in flight unseen. Hooks run in the thread that runs backward;
+and a write to a gradient in flight is noticed. Hooks run in the thread that runs backward;
 everything else in the thread that steps; the two must not overlap.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -45,12 +45,12 @@ from fastps.frameworks.torch.gradients.buckets import (
     Memory,
     bucket_name,
 )
-from fastps.frameworks.torch.gradients.sparse import RowsInFlight, rows_of
+from fastps.frameworks.torch.gradients.sparse import SparseExchange, rows_of
 from fastps.frameworks.torch.ops.compression import (
     Compressing,
     Compression,
-    OnTheWay,
     WeightDecayMomentum,
+    WireCodec,
     compressor_of,
 )
 from fastps.frameworks.torch.ops.tensors import (
@@ -66,26 +66,23 @@ from fastps.session.process_sets import ProcessSet, checked_set, global_process_
 from fastps.types import Op
 from fastps.worker.handle import Handle, MappedHandle
 
-if TYPE_CHECKING:
-    pass
-
 Views: TypeAlias = bool | Literal["auto"]
 
 # These work on each element by itself, so that gradients may be compressed side by side.
 _BUILT_IN = (Compression.none, Compression.fp16, Compression.bf16)
 
 _PREFIX = (
-    "where two optimizers have gradients of the same name, give one another prefix: "
+    "if two optimizers have gradients of the same name, give one of them another prefix: "
     "DistributedOptimizer(..., prefix='Second.')"
 )
 
 
 class GradientExchange:
-    """Add the gradients of a list of parameters over all workers, once per step.
+    """Average or sum the gradients of a list of parameters over all workers, once per step.
 
     Priorities fall along the list, so that the layers the next forward pass needs first arrive
     first. Holds its parameters; the hooks hold it weakly. gradient_views and bucket_bytes are
-    those of DistributedOptimizer; a compression of somebody else's gets each gradient by itself.
+    those of DistributedOptimizer. A user's own compressor gets each gradient by itself.
     """
 
     def __init__(
@@ -107,20 +104,23 @@ class GradientExchange:
                 f"gradient_views must be True, False or 'auto', not {gradient_views!r}"
             )
         if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes must be an integer from 0, not {bucket_bytes!r}")
+            raise ValueError(f"bucket_bytes must be an integer >= 0, not {bucket_bytes!r}")
         self._compression, self._rule = compressor_of(compression), rule_of(rule)
         if self._rule is not None and (op is not Average or process_set is not global_process_set):
-            raise ValueError("a rule stands for the average over all workers, of no others")
-        sparse_as_dense = sparse_as_dense or self._rule is not None  # rows would go round it
-        self.learning_rate: Callable[[], float | None] = lambda: None  # of the step to come
-        self.gives_rows = False  # also of gradients that travel dense
+            raise ValueError(
+                "rule= replaces the average over all workers: it needs op=Average and no "
+                "process_set="
+            )
+        sparse_as_dense = sparse_as_dense or self._rule is not None  # rows would bypass it
+        self.learning_rate: Callable[[], float | None] = lambda: None  # of the next step
+        self.needs_rows = False  # whether results become sparse gradients, for SparseAdam
         self._average = check_op(op) is Average
         self._process_set = process_set
         self._sparse_as_dense = self._knows_sparse = sparse_as_dense
         self._sparse: frozenset[int] = frozenset()  # parameters whose gradients travel as rows
-        self._asked: Handle[Any] | None = None  # whose they are
-        self._owed: list[int] = []  # those of them that are still to be sent in this round
-        self._rows: list[RowsInFlight] = []
+        self._sparse_query: Handle[Any] | None = None  # the sum that tells them
+        self._unsent_rows: list[int] = []  # parameters whose rows this round still has to send
+        self._rows: list[SparseExchange] = []
         if process_set is not global_process_set:
             checked_set(process_set).group()  # ValueError for a worker that is not in it
         self._prefix = prefix
@@ -144,7 +144,7 @@ class GradientExchange:
         weakref.finalize(self, _remove_all, self._hooks).atexit = False
 
     def watch(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Take charge of more parameters; declares their gradients in one call."""
+        """Exchange the gradients of more parameters; declares them in one call."""
         for parameter, name in zip(parameters, names, strict=True):
             check_tensor(real_of(parameter), name)
         full = [self._prefix + name for name in names]
@@ -172,20 +172,20 @@ class GradientExchange:
 
     @property
     def layout(self) -> Layout:
-        """How gradients are cut and joined."""
+        """The sizes of partitions and buckets."""
         nbytes, bucket_bytes = self._layout
         return Layout(nbytes or current.current().config.partition_bytes, bucket_bytes)
 
     @property
     def can_lay_out(self) -> bool:
-        """Whether another layout changes no value: codecs and rules depend on it."""
+        """Whether results are the same in every layout; codecs and rules depend on it."""
         is_plain = self._compression in _BUILT_IN and self._rule is None
         return is_plain and self._process_set is global_process_set
 
     def lay_out(self, layout: Layout) -> None:
-        """Let gradients travel in another layout, between two steps; blocks.
+        """Change the sizes of partitions and buckets between two steps; blocks.
 
-        All workers do so after the same step. Gradients stay where they are, and are copied once
+        All workers call it after the same step. Gradients stay where they are, and are copied once
         into new buckets. FastPSError while they are in flight.
         """
         self.round.check_idle("a new layout")
@@ -201,16 +201,16 @@ class GradientExchange:
         self._leave_out_sparse()
 
     def has(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether all of the parameters are in this exchange's charge."""
+        """Return whether this exchange has all of the parameters."""
         return self._ids.issuperset(map(id, parameters))
 
     def check_in_charge(self) -> None:
         """Raise FastPSError once a later exchange has taken over some of the parameters."""
         if self._is_released:
             raise FastPSError(
-                "the gradients are in the charge of a DistributedOptimizer or "
-                "DistributedDataParallel that was made later for the same parameters: use that "
-                "one alone, and no DistributedOptimizer for a DistributedDataParallel"
+                "a DistributedOptimizer or DistributedDataParallel that was created later for the "
+                "same parameters exchanges these gradients: use only that one, and no "
+                "DistributedOptimizer together with a DistributedDataParallel"
             )
 
     def release(self) -> None:
@@ -243,7 +243,7 @@ class GradientExchange:
     def check_weights(self) -> None:
         """Compare the weights of all workers, once; MismatchError on all. Blocks.
 
-        Not under a rule: there nobody is believed, and one who lies would stop all.
+        Not under a rule, where a lying worker could stop all others by it.
         """
         is_wanted = self._rule is None and current.current().config.check_weights
         if self._has_compared or not is_wanted:
@@ -253,12 +253,12 @@ class GradientExchange:
         check_weights(weights, f"{self._prefix}parameters", self._process_set)
 
     def finish(self) -> None:
-        """Send what was not sent yet, wait for everything, and write the results."""
+        """Send the missing buckets, wait for all, and write the results."""
         self.send_missing()
         self.wait()
 
     def send_missing(self) -> None:
-        """Send what this rank has not sent in this round, all in one submit per dtype."""
+        """Send the buckets that are missing in this round, in one submit per dtype."""
         self.check_in_charge()
         self._hook_trainable()
         self._agree_on_sparse()
@@ -266,12 +266,12 @@ class GradientExchange:
         self._send_rows()
 
     def wait(self) -> None:
-        """Wait for what was sent and write the results; raise what went wrong."""
+        """Wait for the buckets in flight and write the results; raise their first error."""
         handles, buckets = self.round.take()
         rows, self._rows = self._rows, []
         self._memory.clear()
         wait_all([*handles, *rows])
-        self._store(buckets)
+        self.write(buckets)
         for gradient in rows:
             gradient.store()
         if self._sums is not None and (buckets or rows):
@@ -282,20 +282,16 @@ class GradientExchange:
         self._memory.clear()
         return self.round.take_each()
 
-    def write(self, buckets: Sequence[Bucket]) -> None:
-        """Write the results of buckets whose handle was waited for; averages only."""
-        self._store(buckets)
-
     @property
     def has_rows(self) -> bool:
         """Whether gradients are in flight as rows."""
         return bool(self._rows)
 
-    def _store(self, buckets: Sequence[Bucket]) -> None:
-        """Make results the gradients, as rows where the optimizer takes nothing else."""
+    def write(self, buckets: Sequence[Bucket]) -> None:
+        """Write the results of buckets that have arrived to p.grad, as rows for SparseAdam."""
         for bucket in buckets:
             bucket.store()
-            for parameter in bucket.parameters if self.gives_rows else ():
+            for parameter in bucket.parameters if self.needs_rows else ():
                 if parameter.grad is not None:
                     parameter.grad = rows_of(parameter)
 
@@ -304,18 +300,18 @@ class GradientExchange:
         if self._sums is not None:
             self._sums.check(index, self._names[index])
         if self.round.is_finished(index) and self._was_dropped(index):
-            self.round.reopen()  # its step was left out, as GradScaler does on overflow
+            self.round.reopen()  # its step was skipped, as GradScaler does on overflow
         if self._is_round() and self.round.arrived(index):
             bucket = self.round.bucket_of(index)
-            if not self._has_to_wait(bucket):
+            if not self._waits_for_sparse(bucket):
                 self._start_one(bucket)
 
     def _is_round(self) -> bool:
-        """Return whether what this backward pass adds is to be sent."""
+        """Return whether this backward pass belongs to a round."""
         return True
 
     def _describe(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[Entry]:
-        """Return what all workers must have in common."""
+        """Return the options, names, shapes and dtypes that all workers must share."""
         op = "average" if self._average else "sum"
         how = f"{self._layout.bucket_bytes} bytes a bucket, {op}"
         how += "" if self._rule is None else f", {self._rule}"
@@ -326,7 +322,7 @@ class GradientExchange:
         return entries
 
     def _plan(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> list[list[int]]:
-        """Choose buckets from what is the same on all workers: frozen parameters apart."""
+        """Choose buckets by what is the same on all workers; frozen parameters travel apart."""
         codecs = self._codecs(parameters, names)
         plan = plan_buckets(
             [
@@ -351,10 +347,10 @@ class GradientExchange:
         self, parameters: Sequence[torch.Tensor], names: Sequence[str]
     ) -> list[tuple[Coding, bool]]:
         """Return the codec of each gradient, and whether it travels alone because of it."""
-        way = self._compression
-        if not isinstance(way, OnTheWay):
+        if not isinstance(self._compression, WireCodec):
             return [(PLAIN, False)] * len(parameters)
-        choice, least = way.of(self._prefix), current.current().config.min_compress_bytes
+        choice = self._compression.of(self._prefix)
+        least = current.current().config.min_compress_bytes
         return [
             codec_of(choice, name, wire_dtype(real.dtype, name), real.nbytes, min_bytes=least)
             for real, name in zip(map(real_of, parameters), names, strict=True)
@@ -392,9 +388,12 @@ class GradientExchange:
         return wire.dtype
 
     def _declare(self, buckets: Sequence[Bucket]) -> None:
-        """Declare all buckets at once, so that no hook has to wait for it in backward."""
+        """Declare all buckets at once, so that no hook blocks for it in backward."""
         if self._rule is not None and not self._is_built_in:
-            raise ValueError("a rule goes with no compression but fp16, bf16 or none")
+            raise ValueError(
+                "rule= does not support a compressor of your own: use Compression.none, fp16 or "
+                "bf16"
+            )
         if not self._is_built_in or not buckets:
             return
         if self._process_set is not global_process_set:
@@ -406,23 +405,23 @@ class GradientExchange:
 
     @property
     def _is_built_in(self) -> bool:
-        return isinstance(self._compression, OnTheWay) or self._compression in _BUILT_IN
+        return isinstance(self._compression, WireCodec) or self._compression in _BUILT_IN
 
     def _choice(self) -> dict[str, Any]:
-        """Return what declare() is to be told of compression, rule and layout."""
-        way, partition_bytes = self._compression, self._layout.partition_bytes
+        """Return the keywords of declare() for compression, rule and layout."""
+        partition_bytes = self._layout.partition_bytes
         found: dict[str, Any] = {"partition_bytes": partition_bytes} if partition_bytes else {}
-        if isinstance(way, OnTheWay):
+        if isinstance(self._compression, WireCodec):
             found = {"compression": self._codings.__getitem__}
         return found if self._rule is None else found | {"rule": self._rule}
 
     def _rate(self) -> dict[str, Any]:
-        """Return what push_pull() is to be told of the learning rate."""
-        is_told = isinstance(self._compression, OnTheWay)
-        return {"learning_rate": self.learning_rate()} if is_told else {}
+        """Return the keyword of push_pull_async() for the learning rate, if a codec needs it."""
+        is_coded = isinstance(self._compression, WireCodec)
+        return {"learning_rate": self.learning_rate()} if is_coded else {}
 
     def _take_over(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let nobody else exchange these gradients."""
+        """Make other exchanges release these parameters."""
         for parameter in parameters:
             hooks: dict[int, object] = parameter._post_accumulate_grad_hooks or {}
             for hook in list(hooks.values()):
@@ -438,28 +437,25 @@ class GradientExchange:
         )
 
     def _hook_trainable(self) -> None:
-        """Put hooks where none can be yet: on parameters that were frozen until now."""
+        """Put hooks on parameters that have none, as they were frozen until now."""
         for index, parameter in enumerate(self._parameters):
             if parameter.requires_grad and not self._hooked[index]:
-                self._hook(index, parameter)
+                hook = partial(self._hook_function, weakref.ref(self), index)
+                hooked: Any = parameter  # torch's hooks have no types
+                self._hooks.append(hooked.register_post_accumulate_grad_hook(hook))
+                if self._sums is not None:
+                    self._sums.watch(index)
                 self._hooked[index] = True
 
-    def _hook(self, index: int, parameter: torch.Tensor) -> None:
-        """Be told whenever a backward pass has added to the gradient, and before."""
-        hook = partial(self._hook_function, weakref.ref(self), index)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        if self._sums is not None:
-            self._sums.watch(index)
-
     def _was_dropped(self, index: int) -> bool:
-        """Return whether a gradient of this round was set to None, and so is of a new one."""
+        """Return whether a reduced gradient was set to None since, so that a new step began."""
         bucket, gradient = self._buckets[self.round.bucket_of(index)], self._parameters[index].grad
-        return not self.round.in_flight and gradient is not None and not bucket.has_left(gradient)
+        return not self.round.in_flight and gradient is not None and not bucket.wrote(gradient)
 
-    def _has_to_wait(self, bucket: int) -> bool:
-        """Return whether a bucket has to wait until all workers have come to the same point.
+    def _waits_for_sparse(self, bucket: int) -> bool:
+        """Return whether a bucket is sent in send_missing() only, where all workers are.
 
-        That is one of a sparse gradient alone, or of one that nobody else may know to be sparse.
+        That is a bucket of sparse gradients alone, or with one that others may not know as sparse.
         """
         members = self._members[bucket]
         if self._knows_sparse:
@@ -467,11 +463,11 @@ class GradientExchange:
         return any(_is_sparse(self._parameters[member]) for member in members)
 
     def ask_about_sparse(self) -> None:
-        """Start to learn whose gradients are sparse on any worker, unless that is known or asked.
+        """Start to find out which gradients are sparse on any worker, unless that is known.
 
-        One who has none yet cannot know.
+        A worker that has no gradient of a parameter yet cannot know it by itself.
         """
-        if self._knows_sparse or self._asked is not None:
+        if self._knows_sparse or self._sparse_query is not None:
             return
         known = [
             index in self._sparse or _is_sparse(parameter)
@@ -480,17 +476,20 @@ class GradientExchange:
         found = np.array(known, np.int32)
         name = f"{self._prefix}{len(found)}.sparse.alike"
         if self._process_set is global_process_set:
-            self._asked = current.current().push_pull_async(found, name, average=False, out=found)
+            self._sparse_query = current.current().push_pull_async(
+                found, name, average=False, out=found
+            )
         else:
-            self._asked = self._process_set.group().allreduce(found, found, op=Sum, name=name)
+            group = self._process_set.group()
+            self._sparse_query = group.allreduce(found, found, op=Sum, name=name)
 
     def _agree_on_sparse(self) -> None:
-        """Learn it."""
+        """Find out which gradients are sparse on any worker; blocks unless it is known."""
         self.ask_about_sparse()
-        asked, self._asked = self._asked, None
-        if asked is None:
+        query, self._sparse_query = self._sparse_query, None
+        if query is None:
             return
-        found = np.asarray(asked.wait())
+        found = np.asarray(query.wait())
         self._sparse = frozenset(map(int, found.nonzero()[0]))
         self._knows_sparse = True
         self._leave_out_sparse()
@@ -502,18 +501,18 @@ class GradientExchange:
                 bucket.leave_out(places)
 
     def _send_rows(self) -> None:
-        """Exchange gradients that are sparse; all workers do so at this point."""
-        owed, self._owed = sorted(self._owed), []
+        """Start to exchange sparse gradients; all workers call it at this point."""
+        unsent, self._unsent_rows = sorted(self._unsent_rows), []
         op = Average if self._average else Sum
-        for index in owed:
+        for index in unsent:
             if self._sums is not None:
                 self._sums.set_apart(index)
             name = self._prefix + self._names[index]
-            self._rows.append(RowsInFlight(self._parameters[index], op, name, self._process_set))
+            self._rows.append(SparseExchange(self._parameters[index], op, name, self._process_set))
 
     def _load(self, index: int) -> None:
-        """Make a bucket's array hold what this worker adds, without the sums of earlier rounds."""
-        self._owed += self._sparse.intersection(self._members[index])
+        """Fill a bucket's array with this worker's part, without the sums of earlier rounds."""
+        self._unsent_rows += self._sparse.intersection(self._members[index])
         self._decay(index)
         if self._sums is not None:
             for member in self._members[index]:
@@ -526,14 +525,14 @@ class GradientExchange:
         self._buckets[index].load(current.current(), self._memory)
 
     def _decay(self, index: int) -> None:
-        """Add the decay of the weights to the gradients of a bucket, where it is asked for."""
+        """Add weight decay to the gradients of a bucket, under Compression.wdmom()."""
         if isinstance(self._compression, WeightDecayMomentum):
             for member in self._members[index]:
                 if self._parameters[member].requires_grad and member not in self._sparse:
                     self._compression.add_to(self._parameters[member], self._momenta)
 
     def _start_one(self, index: int) -> None:
-        """Send a bucket, in the session's quickest form: this happens within backward()."""
+        """Send a bucket by the session's fastest call: this happens within backward()."""
         if self._process_set is not global_process_set:
             self._start_within([index])
             return
@@ -568,7 +567,7 @@ class GradientExchange:
     def _start(self, indices: Sequence[int]) -> None:
         """Send buckets, all that have one dtype in one submit."""
         for index in [one for one in indices if self._sparse.issuperset(self._members[one])]:
-            self._owed += self._members[index]
+            self._unsent_rows += self._members[index]
             self.round.started(MappedHandle([], list), (index,), ())
         indices = self.round.missing(indices)
         if not indices:
@@ -599,14 +598,14 @@ class GradientExchange:
 
 
 def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:
-    """Tell an exchange of a gradient; the hook on a parameter."""
+    """Pass a gradient on to its exchange; the hook of a parameter."""
     alive = exchange()
     if alive is not None:
         alive.on_gradient(index)
 
 
 def _exchange_of(hook: object) -> GradientExchange | None:
-    """Return the exchange that has put a hook on a parameter, if one has, and is still there."""
+    """Return the exchange whose hook this is, if it is one and the exchange still exists."""
     if not isinstance(hook, partial) or not isinstance(next(iter(hook.args), None), weakref.ref):
         return None
     found = hook.args[0]()
@@ -621,7 +620,7 @@ _ADVISED = (DuplicateNameError, FastPSError, MismatchError)
 
 
 def _advised(error: FastPSError) -> FastPSError:
-    """Return what helps where one name stands for gradients of two optimizers."""
+    """Return the error with a hint about names that two optimizers share, where that fits."""
     kind = type(error)
     return kind(f"{error}; {_PREFIX}") if kind in _ADVISED else error
 

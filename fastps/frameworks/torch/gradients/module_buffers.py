@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's buffers on all ranks as on one: copied side by side, sent as bytes in one operation.
+"""Copy a module's buffers from one rank to all, as bytes side by side in one operation.
 
-Buffers may be replaced by others of another size, on all ranks alike; whether they are alike is
-compared each time before they are sent. Bytes, because a buffer may have any dtype. Others take
-over only what differs, since a write to a buffer that autograd has saved makes the next backward
-pass fail; running statistics of a batch norm that trains are written unseen, because its backward
-pass does not use them. Blocks; called by all ranks at the same point.
+Buffers may be replaced by others of another size on all ranks; their layouts are compared each
+time before they are sent. They travel as bytes, because a buffer may have any dtype. Receivers
+write only buffers that differ, because a write to a buffer that autograd has saved makes the next
+backward pass fail. Running statistics of a batch norm in training are always written, without a
+new version, because its backward pass does not use them. Blocks; called by all ranks at the same
+point.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 _Buffer: TypeAlias = tuple[torch.nn.Module, str, torch.Tensor]  # its owner, and path in the module
 
 _CURE = (
-    "buffers are copied from the first worker before each forward pass, so give each one shape "
-    "and dtype on all workers, or pass broadcast_buffers=False"
+    "buffers are copied from the first worker before each forward pass, so each needs the same "
+    "shape and dtype on all workers; or pass broadcast_buffers=False"
 )
 
 
@@ -60,23 +61,19 @@ class BufferSync:
         self._name, self._comparison = f"{prefix}Buffers", f"{prefix}buffers"
         self._process_set = process_set
         self._owners: list[tuple[torch.nn.Module, str, str]] = []  # with key, and path to it
-        seen: set[torch.Tensor] = set()
+        known: set[torch.Tensor] = set()
         for path, owner in module.named_modules():
             for key, buffer in owner._buffers.items():
-                if buffer is not None and buffer not in seen:
+                if buffer is not None and buffer not in known:
                     where = f"{path}.{key}" if path else key
                     check_memory(buffer, where)
-                    seen.add(buffer)
+                    known.add(buffer)
                     self._owners.append((owner, key, where))
         self._layout: list[Entry] = []
         self._print = print_of(self._layout)
         self._label = ""
         self._array: Array
         self._slots: list[torch.Tensor] = []
-
-    def __len__(self) -> int:
-        """Count the buffers."""
-        return len(self._owners)
 
     def check_alike(self) -> None:
         """Raise MismatchError on all ranks that names the first buffer that differs."""
@@ -86,8 +83,8 @@ class BufferSync:
     def synchronize(self) -> None:
         """Copy the buffers of the first rank to all, in place.
 
-        Raises MismatchError on all ranks, which names the first buffer whose shape or dtype
-        differs between ranks.
+        Raises MismatchError on all ranks if shapes or dtypes differ; it names the first such
+        buffer.
         """
         if not self._owners:
             return
@@ -113,20 +110,20 @@ class BufferSync:
                 self._take([owner for owner, _, _ in found], tensors)
 
     def _current_buffers(self) -> list[_Buffer]:
-        """Look up the tensors that are buffers now, with their owners and names."""
+        """Return the present buffers, with their owners and names."""
         found = [(owner, path, owner._buffers.get(key)) for owner, key, path in self._owners]
         return [(owner, path, buffer) for owner, path, buffer in found if buffer is not None]
 
     def _check_layout(self, session: Session) -> None:
-        """Raise MismatchError on all ranks where the layouts of ranks differ."""
+        """Raise MismatchError on all ranks if their layouts differ."""
         if session.size == 1:
             return
-        told = exchange_prints(self._print, f"{self._comparison}.layout", self._process_set)
-        if any(one != told[session.rank] for one in told.values()):
+        prints = exchange_prints(self._print, f"{self._comparison}.layout", self._process_set)
+        if any(one != prints[session.rank] for one in prints.values()):
             self.check_alike()
 
     def _make_slots(self, session: Session, tensors: list[torch.Tensor]) -> None:
-        """Lay the buffers out one after the other, under a name that no other layout has had."""
+        """Lay the buffers out side by side, under a name that no other layout has used."""
         starts, nbytes = [], 0
         for tensor in tensors:
             starts.append(nbytes)
@@ -141,17 +138,17 @@ class BufferSync:
         self._label = free_name(session, self._name, self._array.shape, DType.UINT8)
 
     def _take(self, owners: list[torch.nn.Module], tensors: list[torch.Tensor]) -> None:
-        """Write the root's values over ours."""
-        unseen: list[torch.Tensor] = []
+        """Write the root's values into the buffers."""
+        targets: list[torch.Tensor] = []  # without version counters
         sources: list[torch.Tensor] = []
         for owner, tensor, slot in zip(owners, tensors, self._slots, strict=True):
             if isinstance(owner, _NormBase) and owner.training:
-                unseen.append(tensor.data)
+                targets.append(tensor.data)
                 sources.append(slot)
             elif not torch.equal(tensor, slot):
                 write_over(tensor, slot)
-        if unseen:
-            torch._foreach_copy_(unseen, sources)
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
 
 def _described(found: list[_Buffer]) -> list[Entry]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch.compile is to call as it is.
+"""Marks for functions that torch.compile must not trace.
 
 Torch calls the methods of a backend from C++, also while a compiled program runs; Dynamo would
-then compile them, and fails on objects of torch that they belong to. torch.compiler.disable()
-imports Dynamo at the first call, which takes a second or more, so code is marked directly.
+then compile them, and fail on the torch objects they belong to. torch.compiler.disable() imports
+Dynamo at its first call, which takes a second or more, so functions are marked directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _frames = torch._C._dynamo.eval_frame
 
 
 def untraced(kind: T) -> T:
-    """Let Dynamo leave a class's own methods alone, with all that they call."""
+    """Exclude a class's own methods, and all that they call, from tracing."""
     for method in vars(kind).values():
         if isinstance(method, FunctionType):
             _skip(method)
@@ -29,10 +29,10 @@ def untraced(kind: T) -> T:
 
 
 def opaque(function: F) -> F:
-    """Let what Dynamo compiles call a function as it is, which then sees all done that is before.
+    """Exclude a function from tracing; compiled code breaks its graph and calls it as it is.
 
-    The mark is for Dynamo where it meets a call; without the rest it would compile the function
-    when it is called.
+    The attributes are for Dynamo where it meets a call. Without _skip() it would still compile the
+    function when that runs.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "it talks to other workers"  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ def opaque(function: F) -> F:
 
 
 def seen_as(other: Callable[..., Any]) -> Callable[[F], F]:
-    """Let Dynamo compile another function where it meets a call of this one."""
+    """Make Dynamo trace another function where it meets a call of this one."""
 
     def mark(function: F) -> F:
         function._torchdynamo_inline = other  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def seen_as(other: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def _skip(function: Any) -> None:
-    """Let Dynamo leave a function alone when it is called, with all that it calls."""
+    """Exclude a function's frame, and those of all that it calls, from compilation."""
     if hasattr(_frames, "set_code_exec_strategy"):  # from torch 2.7 on
         skip = _frames._FrameAction.SKIP
         strategy = _frames._FrameExecStrategy(skip, skip)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that have values for some rows only, as nn.Embedding(sparse=True) makes them.
+"""Sparse gradients, which have values for some rows only, as nn.Embedding(sparse=True) makes them.
 
-They travel as row numbers and rows, which all members gather; what several have of one row is
-added in the order of members, so all get the same bits. Bytes of each: those of its rows, and 8
-for each row's number, times n - 1.
+All members gather row numbers and rows; values of one row are added in the order of members, so
+all get the same bits. Bytes that a member sends: its rows, and 8 for each row's number, times
+n - 1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fastps.worker.handle import MappedHandle
 
 
 class SparseSum(MappedHandle[torch.Tensor]):
-    """The handle of a sum of sparse tensors; a function, too, as it is for Horovod."""
+    """The handle of a sum of sparse tensors; callable, as Horovod's is."""
 
     def __call__(self) -> torch.Tensor:
-        """Wait for the sum and give it."""
+        """Wait for the sum and return it."""
         return self.wait()
 
 
@@ -35,14 +35,17 @@ def start_rows(
     """Start to add a sparse tensor over all members; the result is sparse and coalesced."""
     if require_array(gradient, name).layout is not torch.sparse_coo:
         what = f"tensor {name!r}" if name else "the tensor"
-        raise TypeError(f"{what} is not sparse (torch.sparse_coo): use allreduce()")
+        raise TypeError(
+            f"{what} has layout {gradient.layout}, and this operation needs torch.sparse_coo: use "
+            "allreduce()"
+        )
     own = gradient.detach().coalesce()
     values = own.values().contiguous()
     wire = torch.view_as_real(values) if values.is_complex() else values
     check_tensor(wire, name or "tensor")
     code = DType[str(wire.dtype).removeprefix("torch.").upper()]
     places = view_of(own.indices().t().contiguous())
-    flight = ops.start_allgather_alike(
+    handle = ops.start_allgather_alike(
         [places, view_of(wire)], name, process_set, dtypes=[DType.INT64, code]
     )
 
@@ -53,11 +56,11 @@ def start_rows(
         divisor = process_set.size() if op is Average else 1
         return _coalesced(torch.from_numpy(where).t(), total, gradient.shape, divisor)
 
-    return SparseSum([flight], finish)
+    return SparseSum([handle], finish)
 
 
 def rows_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as rows: of a dense one those not 0; none where there is none."""
+    """Return a gradient as rows: of a dense one the nonzero rows; no rows for None."""
     gradient = parameter.grad
     if gradient is None:
         nothing = torch.empty((1, 0), dtype=torch.long)
@@ -67,29 +70,25 @@ def rows_of(parameter: torch.Tensor) -> torch.Tensor:
     return gradient.detach() if gradient.is_sparse else gradient.detach().to_sparse(1)
 
 
-class RowsInFlight:
+class SparseExchange:
     """The exchange of one gradient's rows."""
 
     def __init__(
         self, parameter: torch.Tensor, op: Op, name: str, process_set: ProcessSet
     ) -> None:
         self._parameter = parameter
-        self._flight = start_rows(rows_of(parameter), op, name, process_set)
-        self.wait: Callable[..., object] = self._flight.wait
+        self._handle = start_rows(rows_of(parameter), op, name, process_set)
+        self.wait: Callable[..., object] = self._handle.wait
 
     def store(self) -> None:
-        """Make what came the gradient."""
-        self._parameter.grad = self._flight.wait()
-
-
-def _label(name: str | None, part: str) -> str | None:
-    return None if name is None else f"{name}.{part}"
+        """Write the result to p.grad."""
+        self._parameter.grad = self._handle.wait()
 
 
 def _coalesced(
     places: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int
 ) -> torch.Tensor:
-    """Add what is at one place, one after the other: coalesce() of torch promises no order."""
+    """Add the values of each row in order; torch's coalesce() guarantees no order."""
     unique, where = torch.unique(places, dim=1, return_inverse=True)
     total = values.new_zeros((unique.shape[1], *values.shape[1:])).index_add_(0, where, values)
     if divisor != 1:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find an optimizer that was forgotten to be wrapped: it steps parameters that were broadcast.
+"""Detect a plain optimizer that steps broadcast parameters, because wrapping it was forgotten.
 
-Watches from broadcast_parameters() of all workers until the second step of an optimizer that is
-none of ours. If this worker has begun no operation between the two steps, it tells what the
-weights amount to; session/drift.py compares. Whatever exchanges gradients or models here ends the
-watch, and the setting check_weights=0 prevents it. Nothing waits, and training is never changed.
-Threads: the one that steps; one watch for each session.
+The watch begins with broadcast_parameters() of all workers and ends with the second step of a
+plain optimizer. If this worker has started no operation between the two steps, it reports a
+fingerprint of the weights; session/drift.py compares them. Any exchange of gradients or models by
+this package ends the watch, and the setting check_weights=0 prevents it. Nothing waits, and
+training is never changed. Threads: the one that steps; one watch per session.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _hooks: list[RemovableHandle] = []  # at most one; it must not be removed while 
 
 
 def watch(current: Session, tensors: Iterable[torch.Tensor]) -> None:
-    """Watch who steps tensors that are broadcast, unless the watch of this session has ended."""
+    """Watch for steps of broadcast tensors, unless the watch of this session has ended."""
     config = current.config
     if current.size == 1 or not config.check_weights or config.num_validators or config.goes_on:
         return
@@ -47,7 +47,7 @@ def watch(current: Session, tensors: Iterable[torch.Tensor]) -> None:
 
 
 def stop(current: Session) -> None:
-    """End the watch of a session for good: its program exchanges what it should."""
+    """End the watch of a session for good: its program does exchange gradients or models."""
     _watches[current] = None
     while _hooks:
         _hooks.pop().remove()
@@ -55,22 +55,22 @@ def stop(current: Session) -> None:
 
 @opaque
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Let the watch of the process's session see a step."""
+    """Pass a step on to the watch of the process's session."""
     found = _watches.get(known()) if is_initialized() else None
     if found is None:
         return
-    with contextlib.suppress(FastPSError):  # whoever works on hears of what is wrong
+    with contextlib.suppress(FastPSError):  # the next operation raises it
         if found.is_over(optimizer):
             _watches[known()] = None
 
 
 def _storage_of(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return what is equal for tensors over the same memory, and holds none of it."""
+    """Return a weak reference that is equal for tensors over the same memory."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 class _Watch:
-    """Parameters that were broadcast in a session, and who steps them; holds none of them."""
+    """The broadcast parameters of a session, and the optimizers that step them; weak."""
 
     def __init__(self, current: Session) -> None:
         self.storages: set[StorageWeakRef] = set()
@@ -80,7 +80,7 @@ class _Watch:
         )
 
     def is_over(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note the first step of an optimizer of such parameters; look after the second."""
+        """Note the first step of an optimizer of such parameters; compare after the second."""
         if any(kind.__module__.startswith("fastps.") for kind in type(optimizer).__mro__):
             return True
         weights = [

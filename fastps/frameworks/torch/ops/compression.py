@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Smaller gradients on the wire: a cast before, the cast back after.
+"""Smaller gradients on the wire: casts to half types, and the codecs of fastps.Compression.
 
 A compressor has compress(tensor) -> (tensor, context) and decompress(tensor, context) -> tensor,
-both without communication; any object with these two can be given. Works on values only. What
-else fastps.Compression has is done on the way: such a compressor hands tensors on as they are.
+both without communication; any object with these two methods will do. Codecs are applied by
+workers and servers, so their compressor, WireCodec, returns tensors as they are.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _WIDE = (torch.float32, torch.float64)
 
 
 class Compressor(Protocol):
-    """What push_pull() and DistributedOptimizer need of a compression."""
+    """The methods that push_pull() and DistributedOptimizer need of a compression."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return the tensor to send and what is needed to undo it."""
+        """Return the tensor to send, and the context that decompress() needs."""
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """Return the tensor in its first form."""
+        """Return the tensor in its original form."""
 
 
 class _None:
@@ -51,7 +51,7 @@ class _Cast:
         self._dtype = dtype
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Cast to the half type; the context is the dtype to come back to."""
+        """Cast to the half type; the context is the original dtype."""
         if tensor.dtype not in _WIDE:
             return tensor, None
         return tensor.to(self._dtype), tensor.dtype
@@ -61,7 +61,7 @@ class _Cast:
         return tensor if context is None else tensor.to(context)
 
 
-class OnTheWay(_None):
+class WireCodec(_None):
     """Send tensors as they are; workers and servers encode them."""
 
     def __init__(self, choice: codecs.Choice) -> None:
@@ -73,24 +73,24 @@ class OnTheWay(_None):
         return callable(self.choice) and not codecs.is_own(self.choice)
 
     def of(self, prefix: str) -> codecs.Choice:
-        """Return the choice for names with a prefix, which a user's function does not know."""
+        """Return the choice for names with a prefix, which is hidden from a user's function."""
         if not self.is_by_name:
             return self.choice
         choice: Any = self.choice
         return lambda name: choice(name.removeprefix(prefix))
 
 
-class WeightDecayMomentum(OnTheWay):
-    """Add the decay of the weights, with momentum, to what is compressed; see wdmom()."""
+class WeightDecayMomentum(WireCodec):
+    """Add weight decay with momentum to gradients before they are compressed; see wdmom()."""
 
     def __init__(self, choice: codecs.Choice, mu: float, wd: float, threshold: int) -> None:
         super().__init__(choice)
         if not (0 <= mu < 1 and wd >= 0):
-            raise ConfigError(f"mu={mu} is not 0 to below 1, or wd={wd} is below 0")
+            raise ConfigError(f"mu must be >= 0 and < 1, and wd >= 0, got {mu=} and {wd=}")
         self._mu, self._wd, self._threshold = mu, wd, threshold
 
     def add_to(self, parameter: torch.Tensor, momenta: dict[int, torch.Tensor]) -> None:
-        """Add to a parameter's gradient; momenta: kept from step to step, by id.
+        """Add the decay to a parameter's gradient; momenta: kept between steps, by id.
 
         With x the parameter: m' = mu * (m + wd * x), g' = g + m' + wd * x; g' = g + wd * x below
         the threshold.
@@ -107,20 +107,20 @@ class WeightDecayMomentum(OnTheWay):
             parameter.grad.add_(decay)
 
 
-# What may be given: a compressor, or whatever fastps.push_pull() takes.
+# A compressor, or a codec as fastps.push_pull() takes it.
 Compressing: TypeAlias = Compressor | Coding | Mapping[str, Any] | Callable[..., Any] | None
 
 
 def compressor_of(given: Compressing) -> Compressor:
-    """Return the compressor that is meant."""
+    """Return the compressor of a compression."""
     if given is None:
         return Compression.none
     compressor: Any = given
-    return compressor if hasattr(given, "compress") else OnTheWay(compressor)
+    return compressor if hasattr(given, "compress") else WireCodec(compressor)
 
 
 class Compression:
-    """The compressions to choose from, with those of fastps.Compression.
+    """Compressions for tensors of PyTorch, with those of fastps.Compression.
 
     `fp16` keeps 11 bits of a value's mantissa and overflows above 65504; `bf16` keeps 8 bits and
     the range of float32. Servers add both in float32 and round once.
@@ -139,9 +139,9 @@ class Compression:
     ) -> WeightDecayMomentum:
         """Decay weights with momentum on the worker, before compressing, as BytePS does.
 
-        compressor: one of fastps.Compression. mu: of the momentum, wd: of the weights; the
-        optimizer has no weight_decay of its own then. Parameters of fewer bytes than threshold
-        decay without momentum. For optimizers; push_pull() knows no weights. ConfigError.
+        compressor: one of fastps.Compression. mu: the momentum, wd: the weight decay; the
+        optimizer must then have no weight_decay of its own. Parameters of fewer bytes than
+        threshold decay without momentum. For optimizers, not for push_pull(). ConfigError.
         """
         return WeightDecayMomentum(compressor, mu, wd, threshold)
 
@@ -151,11 +151,13 @@ class Compression:
 
 
 def choice_of(compression: Compressing) -> Any:
-    """Return the codec for what local steps changed; TypeError for what would cast a tensor."""
+    """Return the codec of a LocalSGD's changes; TypeError for a compressor that casts tensors."""
+    if compression is None:
+        return None
     given = compressor_of(compression)
-    if compression is None or isinstance(given, OnTheWay):
-        return given.choice if isinstance(given, OnTheWay) else None
+    if isinstance(given, WireCodec):
+        return given.choice
     raise TypeError(
-        "LocalSGD sends what changed through a codec: give fastps.Compression.fp16() instead "
-        "of fastps.torch.Compression.fp16, or another of fastps.Compression"
+        "LocalSGD needs a codec of fastps.Compression, not a compressor of tensors: use "
+        "fastps.Compression.fp16() instead of fastps.torch.Compression.fp16"
     )

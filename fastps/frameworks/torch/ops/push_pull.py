@@ -21,7 +21,7 @@ from fastps.frameworks.torch.ops.compression import (
     Compressing,
     Compression,
     Compressor,
-    OnTheWay,
+    WireCodec,
     compressor_of,
 )
 from fastps.frameworks.torch.ops.tensors import (
@@ -168,7 +168,7 @@ class _PushPull(torch.autograd.Function):
         """Compress, add, decompress."""
         ctx.how = (average, f"{name}.gradient", priority, compression, rule)
         wire, context = compression.compress(tensor)
-        choice = compression.choice if isinstance(compression, OnTheWay) else None
+        choice = compression.choice if isinstance(compression, WireCodec) else None
         if choice is not None or rule is not None:
             spec = (name, tuple(wire.shape), wire_dtype(wire.dtype, name))
             current.current().declare([spec], compression=choice, rule=rule)

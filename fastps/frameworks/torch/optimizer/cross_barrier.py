@@ -131,7 +131,7 @@ class PendingStep:
         return True
 
     def release(self) -> None:
-        """Give the parameters their own classes back."""
+        """Restore the parameters' own classes."""
         for parameter, kind in zip(self.parameters, self.kinds, strict=True):
             parameter.__class__ = kind
             parameter.__dict__.pop("_pending_step", None)

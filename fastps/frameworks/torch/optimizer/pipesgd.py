@@ -41,13 +41,13 @@ class PipedBucket(FlatBucket):
 
     def take(self) -> list[torch.Tensor]:
         """Return copies of the slots, in the dtypes of the parameters."""
-        pairs = zip(self._slots, self._parameters, strict=True)
+        pairs = zip(self._slots, self.parameters, strict=True)
         return [slot.to(parameter.dtype, copy=True) for slot, parameter in pairs]
 
     def put(self) -> None:
         """Fill the slots with the gradients, zeros where there are none."""
         self.make_room(current.current())
-        for slot, parameter, name in zip(self._slots, self._parameters, self._names, strict=True):
+        for slot, parameter, name in zip(self._slots, self.parameters, self._names, strict=True):
             if parameter.grad is None:
                 slot.zero_()
             else:

@@ -146,7 +146,7 @@ def watch(
     parameters = step_common.parameters_of(optimizer.param_groups)
     exchange.watch(*_in_model_order(parameters, names, given))
     exchange.learning_rate = partial(_rate_of, weakref.ref(optimizer))
-    exchange.gives_rows = isinstance(optimizer, torch.optim.SparseAdam)
+    exchange.needs_rows = isinstance(optimizer, torch.optim.SparseAdam)
     return {"_exchange": exchange, "_given_names": given, "_is_skipping": False}
 
 
@@ -168,7 +168,7 @@ def adopt(
 
 
 def undo(optimizer: SynchronizedOptimizer) -> torch.optim.Optimizer:
-    """Give an optimizer its original class back; its gradients stay this worker's own."""
+    """Restore an optimizer's original class; its gradients stay this worker's own."""
     optimizer._exchange.release()
     hooks: Any = vars(optimizer)["_optimizer_step_pre_hooks"]
     for number in [number for number, hook in hooks.items() if hook is _before_step]:
