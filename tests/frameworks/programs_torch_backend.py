@@ -81,7 +81,7 @@ def elements_that_share_memory(rank, size):
         "all_to_all": lambda: dist.all_to_all([place] * size, [torch.ones(3)] * size),
     }.items():
         told = refused(call)
-        assert f"{name}: elements of a tensor of shape (3,)" in told, told
+        assert f"{name}: the tensor of shape (3,) has elements that share memory" in told, told
 
 
 @case

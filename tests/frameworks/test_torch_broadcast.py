@@ -174,9 +174,9 @@ def test_parameters_of_a_wrong_form(alone: FakeCluster, params: Any) -> None:
 @pytest.mark.parametrize("root", [-1, 2, True, None, 0.0])
 def test_wrong_root(cluster: FakeCluster, root: Any) -> None:
     def body(rank: int) -> None:
-        with pytest.raises(ValueError, match="root_rank must be from 0 to 1"):
+        with pytest.raises(ValueError, match="root_rank must be an integer from 0 to 1"):
             broadcast_parameters({"a": torch.ones(1)}, root_rank=root)
-        with pytest.raises(ValueError, match="root_rank must be from 0 to 1"):
+        with pytest.raises(ValueError, match="root_rank must be an integer from 0 to 1"):
             broadcast_object(1, root_rank=root)
 
     cluster.run(body)
@@ -297,7 +297,7 @@ def test_optimizers_of_other_groups(cluster: FakeCluster) -> None:
         if rank == 0:
             broadcast_optimizer_state(optimizers[0])
             return
-        with pytest.raises(ValueError, match="build the optimizers alike"):
+        with pytest.raises(ValueError, match="build the same optimizer"):
             broadcast_optimizer_state(optimizers[1])
 
     cluster.run(body)

@@ -134,9 +134,9 @@ def test_the_name_may_come_second(alone: FakeCluster) -> None:
         assert call(torch.ones(2), "x").tolist() == [1, 1]
     for call in (push_pull.push_pull_async, push_pull.push_pull_async_inplace):
         assert push_pull.synchronize(call(torch.ones(2), "x")).tolist() == [1, 1]
-    with pytest.raises(TypeError, match="average='x' is a text, and the name is 'y'"):
+    with pytest.raises(TypeError, match="True or False, not 'x', as the name is 'y'"):
         push_pull.push_pull(torch.ones(2), "x", "y")
-    with pytest.raises(TypeError, match="average is True or False, not of type Tensor"):
+    with pytest.raises(TypeError, match="average must be True or False, not of type Tensor"):
         push_pull.push_pull("x", torch.ones(2))
 
 
@@ -289,7 +289,7 @@ def test_declare(cluster: FakeCluster) -> None:
 
 def test_synchronize_takes_handles_only(alone: FakeCluster) -> None:
     for call in (push_pull.synchronize, push_pull.poll):
-        with pytest.raises(TypeError, match="handle from push_pull_async"):
+        with pytest.raises(TypeError, match="handle of an operation, as push_pull_async"):
             call(17)
 
 

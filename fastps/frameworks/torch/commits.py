@@ -17,7 +17,7 @@ from fastps.worker.handle import Array
 
 
 def write(path: Path, saved: dict[str, Any]) -> None:
-    """Make values the last commit; TypeError for what cannot be kept, FastPSError of the disk."""
+    """Write values as the last commit; TypeError for other types, FastPSError for the disk's."""
     tensors: list[torch.Tensor] = []
     mark = uuid.uuid4().hex
     plain = {"mark": mark, "value": take_out(saved, mark, tensors)}
@@ -26,7 +26,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the last commit that is whole; ConfigError where there is none."""
+    """Return the last complete commit; ConfigError if there is none."""
     plain, tensors = commits.read(path, _room)
     saved: dict[str, Any] = put_back(plain["value"], plain["mark"], tensors)
     return saved

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fastps.torch.elastic`: a state of modules and optimizers, and a sampler that goes on with it.
+"""`fastps.torch.elastic`: the state of modules and optimizers, and a sampler that resumes.
 
-What a state is, and how training goes on: `fastps.frameworks.elastic`. Threads: the one that
-trains.
+States and how training resumes: `fastps.frameworks.elastic`. Threads: the one that trains.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 class TorchState(State):
-    """What has to be the same on all workers, and is committed together.
+    """Values that must be the same on all workers, and are committed together.
 
     model, optimizer and any others are attributes of the state, which may be set to new values.
-    What has state_dict() and load_state_dict() (modules, optimizers, learning rate schedulers,
-    samplers, scalers) is held by these, in place; all else is a plain value, of the kinds that
-    broadcast_object() takes.
+    Objects with state_dict() and load_state_dict() (modules, optimizers, learning rate schedulers,
+    samplers, scalers) are restored in place by these. Others must be plain values of the types
+    that broadcast_object() takes.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **others: Any) -> None:
-        """Take what is to be held; the values of now are the first commit."""
+        """Take the values; their present state is the first commit."""
         super().__init__(model=model, optimizer=optimizer, **others)
 
     def _copy(self, value: Any) -> Any:
@@ -57,41 +56,41 @@ class TorchState(State):
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Share out a dataset's indices, without those that were used before a commit.
+    """Distribute a dataset's indices over ranks, without those used before a commit.
 
-    As DistributedSampler: each epoch in an order of its own, the same on all ranks, filled up with
-    indices from its beginning so that all ranks get as many. Held by a TorchState. Where a job
-    goes on with as many workers, each gets what it would have got.
+    As DistributedSampler: each epoch has its own order, the same on all ranks, and is padded with
+    indices from its beginning so that all ranks get as many. Put it into a TorchState. A job that
+    resumes with as many workers gives each the indices that it would have got.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Take a dataset of constant length. seed: of the order, the same on all ranks."""
+        """Take a dataset of constant length; seed: of the orders, the same on all ranks."""
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch: nothing of it has been used. To be called when one has ended."""
+        """Start an epoch, none of whose indices is used; call it when the last one has ended."""
         self.load_state_dict({"epoch": epoch, "processed_num": 0})
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that each rank has used a batch of that size; its number does not matter."""
+        """Note that each rank has used a batch of this size; batch_idx does not matter."""
         self.processed_num += batch_size * current.current().size
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and how many of its indices have been used by all ranks together."""
+        """Return the epoch, and the number of its indices that all ranks have used."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on within an epoch; what is left of it is shared out anew."""
+        """Resume within an epoch, and distribute its unused indices."""
         self.epoch, self.processed_num = state["epoch"], state["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share out what has not been used."""
+        """Distribute the indices that are not used yet."""
         self._n_used = min(self.processed_num, len(self.dataset))
 
     def __len__(self) -> int:
-        """Return how many indices this rank gets, from the last reset() on."""
+        """Return the number of indices of this rank since the last reset()."""
         return -(-(len(self.dataset) - self._n_used) // current.current().size)
 
     def __iter__(self) -> Iterator[int]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend "fastps" of torch.distributed: how it gets known.
+"""Registration of the backend "fastps" of torch.distributed.
 
-`register` costs next to nothing and runs whenever torch is imported where fastps is installed
-(entry point torch.backends), so the rest is imported at the first init_process_group(). How the
-default group joins a job stands in store_rendezvous.py.
+register() is cheap and runs whenever torch is imported where fastps is installed (entry point
+torch.backends), so the rest is imported by the first init_process_group(). store_rendezvous.py
+decides how the default group joins a job.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import Any
 from fastps.config.launchers import CARRIERS, Launcher
 from fastps.session import outside_job
 
-NAME = "fastps"  # torch is imported below: it loads this file at the end of its own import
+NAME = "fastps"  # torch is imported in functions, since it loads this file during its import
 
 
 def register() -> None:
-    """Make init_process_group("fastps") known; a second call does nothing."""
+    """Register the backend for init_process_group("fastps"); a second call does nothing."""
     from torch import distributed as dist  # noqa: PLC0415
 
     outside_job.watch()
     if dist.is_available() and NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
-        _meet_by_job(dist.default_pg_timeout)
-        _end_with_torch()
-        _offer_hooks()
-        _keep_news_of_join()
+        _patch_rendezvous(dist.default_pg_timeout)
+        _patch_shutdown()
+        _patch_comm_hooks()
+        _patch_reducer()
         CARRIERS["torchrun"] = _agent_board
 
 
 def _agent_board(launcher: Launcher) -> Any:
-    """Let fastps.init() use the store that torchrun has."""
+    """Let fastps.init() use torchrun's store."""
     from fastps.frameworks.torch.distributed.store_rendezvous import agent_board  # noqa: PLC0415
 
     return agent_board(launcher)
 
 
-def _meet_by_job(patience: timedelta) -> None:
-    """Let torch find the job of fastps-run where the environment tells of nothing else."""
+def _patch_rendezvous(default_timeout: timedelta) -> None:
+    """Make torch's env:// rendezvous use the job of fastps-run, unless MASTER_PORT is set."""
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     theirs = handlers["env"]
 
-    def env(url: str, timeout: timedelta = patience, **options: Any) -> Any:
+    def env(url: str, timeout: timedelta = default_timeout, **options: Any) -> Any:
         from fastps.frameworks.torch.distributed.store_rendezvous import has_job, meet  # noqa: PLC0415
 
         return meet(timeout) if has_job() else theirs(url, timeout=timeout, **options)
@@ -54,8 +54,8 @@ def _meet_by_job(patience: timedelta) -> None:
     handlers["env"] = env
 
 
-def _end_with_torch() -> None:
-    """Let destroy_process_group() end our groups: before 2.7 torch ends those of NCCL alone."""
+def _patch_shutdown() -> None:
+    """Make destroy_process_group() end fastps groups: torch before 2.7 ends only NCCL's."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
     theirs = getattr(module, "_shutdown_backend", None)
     if theirs is None:
@@ -70,8 +70,8 @@ def _end_with_torch() -> None:
     module._shutdown_backend = end  # type: ignore[attr-defined]
 
 
-def _offer_hooks() -> None:
-    """Let DDP's hooks in C++ work: that of half precision reads no results of Python's Futures."""
+def _patch_comm_hooks() -> None:
+    """Replace DDP's FP16 hook in C++, which cannot read results of Python's Futures."""
     from torch import distributed as dist  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
@@ -89,11 +89,11 @@ def _offer_hooks() -> None:
     DistributedDataParallel._register_builtin_comm_hook = register_hook  # type: ignore[method-assign]
 
 
-def _keep_news_of_join() -> None:
-    """Let DDP divide by how many have not joined: its reducer, in C++, waits for a Work of that.
+def _patch_reducer() -> None:
+    """Keep alive the Work by which DDP counts the ranks that have not joined.
 
-    Of one made in Python it holds only what is inherited, whose wait() has no end. So the last one
-    of each reducer is kept here.
+    Its reducer, in C++, holds only the C++ part of a Work made in Python, whose wait() never
+    returns. So the last Work of each reducer is kept here.
     """
     reducers: Any = importlib.import_module("torch.distributed").Reducer
     theirs = reducers._set_forward_pass_work_handle
@@ -107,11 +107,11 @@ def _keep_news_of_join() -> None:
 
 
 def create(options: Any, _: Any = None) -> Any:
-    """Make a process group for torch; options: what register_backend() promises to give.
+    """Return a process group for torch; options: of register_backend(extended_api=True).
 
-    The default group joins the job and blocks until all workers are there, or time is up. Groups
-    of some of its ranks need no communication, except for a first one beside another backend's,
-    which joins too. Raises what fastps.init() does.
+    The default group joins the job and blocks until all workers have joined, or the timeout.
+    Groups of some of its ranks need no communication. A group beside another backend's default
+    group joins too, if it is the first. Raises what fastps.init() does.
     """
     from fastps.frameworks.torch.distributed.process_group import make_shell  # noqa: PLC0415
     from fastps.frameworks.torch.distributed.store_rendezvous import join, join_beside  # noqa: PLC0415
@@ -134,13 +134,13 @@ def create(options: Any, _: Any = None) -> Any:
 
 
 def _warm_up() -> None:
-    """Import now what torch's functional collectives else import in the first step.
+    """Import what torch's functional collectives would import in the first step.
 
-    Takes a second or more; only for programs that imported what uses them, as FSDP2 and DTensor.
+    Takes a second or more; only for programs that use them, as FSDP2 and DTensor do.
     """
     if "torch.distributed._functional_collectives" in sys.modules:
         importlib.import_module("torch._dynamo")
 
 
 def _nothing() -> None:
-    """End a group that did not join the job: its operations end by themselves."""
+    """Do nothing, at the end of a group that did not join the job."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A communication hook for torch's own DistributedDataParallel.
 
-Its buckets then travel as any fastps tensor does, through servers or shared memory, whatever the
-backend of its process group is. Called by the thread that runs backward().
+Its buckets then travel as fastps tensors, through servers or shared memory, whatever the backend
+of its process group is. Called by the thread that runs backward().
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Hook: TypeAlias = Callable[[object, Any], "torch.futures.Future[torch.Tensor]"]
 
 
 def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none) -> Hook:
-    """Return what DistributedDataParallel.register_comm_hook(None, hook) takes.
+    """Return a hook for DistributedDataParallel.register_comm_hook(None, hook).
 
-    Gradients are averaged over all workers of the job. name: one for each model. compression: as
-    for push_pull(). Buckets of earlier layers have the higher priority. A gradient that is sparse
-    raises TypeError from backward(), and a torch that has no buckets (its "python_reducer")
-    ConfigError.
+    Gradients are averaged over all workers of the job. name: a different one for each model.
+    compression: as for push_pull(). Buckets of earlier layers have the higher priority. backward()
+    raises TypeError for a sparse gradient, and ConfigError under torch's "python_reducer", which
+    has no buckets.
     """
     completer, timeout_s = Completer(), load({}).op_timeout_s
     compressor = compressor_of(compression)
@@ -48,8 +48,8 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
     def hook(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         if isinstance(bucket, tuple):
             raise ConfigError(
-                f'comm_hook("{name}"): with torch._dynamo.config.optimize_ddp = "python_reducer" '
-                "torch gives hooks single gradients, not buckets; leave the hook out, or use "
+                f'comm_hook("{name}") needs buckets, but torch passes single gradients with '
+                'torch._dynamo.config.optimize_ddp = "python_reducer": leave the hook out, or use '
                 "fastps.torch.DistributedOptimizer"
             )
         gradients, index = bucket.buffer(), bucket.index()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of torch.distributed, on a Group.
 
-`Operations` has each of them, by its old and its new name, as torch calls them: from Python with
-the same arguments as from C++. Two shells make it what torch wants: a ProcessGroup of its own,
-which replaces torch's, or a Backend inside one where Python may derive from that (torch 2.14).
-Operations start in the thread that calls; nothing here waits. Results have the same bits on all
-members.
+`Operations` has all operations, by their old and new names, with the arguments of torch's C++
+interface. Two subclasses make it usable for torch: a ProcessGroup that replaces torch's, or a
+Backend inside torch's where Python may derive from that (torch 2.14). Operations start in the
+calling thread; nothing here waits. Results have the same bits on all members.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _OPS = {getattr(dist.ReduceOp, op.name): op for op in Op if hasattr(dist.ReduceO
 
 
 def _reduction(side: Side, opts: Any, operation: str) -> tuple[Op, Side]:
-    """Read an operator; give it with what it is applied to, multiplied before where it says so."""
+    """Return the operator, and its operand, multiplied by the factor of PREMUL_SUM."""
     check_numbers(side.plain, operation)
     if opts is None:
         return Op.SUM, side
@@ -57,8 +56,8 @@ def _reduction(side: Side, opts: Any, operation: str) -> tuple[Op, Side]:
         kept = side.plain.dtype
         if not (kept.is_floating_point or kept.is_complex):
             raise TypeError(
-                f"{operation}: PREMUL_SUM multiplies a tensor of {kept} by a fraction, which has "
-                "no place in it: sum first, then scale, or use a floating-point tensor"
+                f"{operation}: PREMUL_SUM needs a floating-point or complex tensor, got {kept}: "
+                "sum first, then scale, or use a floating-point tensor"
             )
         scaled = (side.plain * factor).to(kept)
         side = reading(scaled, operation)._replace(counts=side.counts)
@@ -67,7 +66,7 @@ def _reduction(side: Side, opts: Any, operation: str) -> tuple[Op, Side]:
 
 @untraced
 class Operations:
-    """What both shells can do; where torch has both forms a list may be one tensor for all."""
+    """The operations of both subclasses; a list of pieces may be one tensor for all members."""
 
     def __init__(
         self, group: Group, *, backend: str, name: str, timeout_s: float,
@@ -75,7 +74,7 @@ class Operations:
     ) -> None:  # fmt: skip
         """Take the members' Group, and the names of backend and group.
 
-        on_shutdown is called once, when torch ends the group.
+        on_shutdown: called once, when torch ends the group.
         """
         super().__init__(group.rank, group.size)  # type: ignore[call-arg]
         self._group = group
@@ -92,7 +91,7 @@ class Operations:
         """Reduce each tensor over all members, in place."""
         return self._each(self._allreduce, opts, tensors)
 
-    allreduce_coalesced = allreduce_sparse = allreduce  # which refuses what is sparse
+    allreduce_coalesced = allreduce_sparse = allreduce  # which refuses sparse tensors
 
     def _allreduce(self, tensor: torch.Tensor, opts: Any) -> Started:
         to = landing(tensor, "all_reduce")
@@ -118,7 +117,7 @@ class Operations:
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = reduce_scatter
 
     def reduce_scatter_single(self, output: torch.Tensor, each: Pieces, opts: Any = None) -> Work:
-        """Do reduce_scatter() with one tensor."""
+        """Start reduce_scatter() with one tensor."""
         return self.reduce_scatter([output], [each], opts)
 
     reduce_scatter_tensor = _reduce_scatter_base = reduce_scatter_single
@@ -135,7 +134,7 @@ class Operations:
     # ---- movements ----
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        """Copy the root's tensors into everybody's."""
+        """Copy the root's tensors into those of all members."""
         return self._each(
             self._broadcast, opts, tensors, is_written=opts.rootRank != self._group.rank
         )
@@ -151,7 +150,7 @@ class Operations:
     all_gather_single_coalesced = allgather_into_tensor_coalesced = allgather
 
     def all_gather_single(self, output: Pieces, each: torch.Tensor, opts: Any = None) -> Work:
-        """Do allgather() with one tensor."""
+        """Start allgather() with one tensor."""
         return self.allgather([output], [each], opts)
 
     all_gather_into_tensor = _allgather_base = all_gather_single
@@ -159,7 +158,7 @@ class Operations:
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Do allgather() with lists that are given by member instead of by tensor."""
+        """Start allgather() with lists by member instead of by tensor."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def _allgather(self, output: Pieces, each: torch.Tensor, opts: Any) -> Started:
@@ -201,7 +200,7 @@ class Operations:
         input_splits: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """Do alltoall() with parts of the first dimension, equal ones where splits are empty."""
+        """Start alltoall() with parts of the first dimension, equal ones if splits are empty."""
         to, of = landing(output, "all_to_all"), reading(each, "all_to_all")
         to = to._replace(counts=to.scaled(self._parts(output, output_splits)))
         of = of._replace(counts=of.scaled(self._parts(each, input_splits)))
@@ -216,12 +215,13 @@ class Operations:
         return self._work([(handle, to.copies)], outputs, opts)
 
     def _parts(self, tensor: torch.Tensor, splits: Sequence[int]) -> list[int]:
-        """Turn rows for each member into elements."""
+        """Return the number of elements for each member."""
         size, rows = self._group.size, tensor.shape[0] if tensor.dim() else 1
         splits = splits or [rows // size] * size
         if len(splits) != size or sum(splits) != rows:
             raise ValueError(
-                f"{rows} rows of a tensor do not split into {list(splits)} for {size} members"
+                f"all_to_all: splits must be {size} numbers, one per member, with the sum {rows}, "
+                f"the rows of the tensor; got {list(splits)}"
             )
         return [split * tensor.numel() // max(rows, 1) for split in splits]
 
@@ -234,21 +234,21 @@ class Operations:
         return self._work([(handle, [])], tensors, is_written=False)
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> Work:
-        """Receive a tensor from a member, or from whoever sends first."""
+        """Receive a tensor from a member, or from whichever sends first."""
         side = landing(tensors[0], "recv")
         handle = self._group.receive(side.array, source, tag=tag, dtype=side.code)
         return self._work([(handle, side.copies)], tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive from whoever sends first; the Work's source_rank() tells who."""
+        """Receive from whichever member sends first; see source_rank() of the Work."""
         return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = None) -> Work:
-        """Be done when every member has come here."""
+        """Complete when all members have called it."""
         return self._work([(self._group.barrier(), [])], [], opts)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """Wait until every member has come here; the error names all who are missing."""
+        """Wait until all members have called it; the error names the missing ones."""
         self.barrier().wait(timeout)
 
     # ---- several as one ----
@@ -257,7 +257,7 @@ class Operations:
         self._coalesced = []
 
     def _end_coalescing(self, device: Any = None) -> Work:
-        """Return one Work for all that started since; they are under way already."""
+        """Return one Work for all operations since the start; they are in flight already."""
         works, self._coalesced = self._coalesced or [], None
         operation = Operation(
             list(chain(*(work.operation.handles for work in works))),
@@ -286,7 +286,7 @@ class Operations:
         *,
         is_written: bool = True,
     ) -> Work:
-        """Return the Work of operations; is_written: whether they change their results here."""
+        """Return the Work of operations; is_written: whether they write to results here."""
         self._count += 1
         copies = [copy for _, some in started for copy in some]
         finish = (lambda: copy_all(copies)) if copies else None
@@ -305,7 +305,7 @@ class Operations:
         timeout_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return Work(operation, result, self._completer, max(timeout_s, 0.0) or self._timeout_s)
 
-    # ---- what torch asks of a group ----
+    # ---- the interface of torch's groups ----
 
     def getBackendName(self) -> str:
         """Return the name that init_process_group() takes."""
@@ -320,19 +320,19 @@ class Operations:
         self._name = name
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long operations may take whose caller does not say."""
+        """Set the timeout of operations without one of their own."""
         self._timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Count operations from 0, as they are."""
+        """Do nothing: operations are counted from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._count
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Tell FSDP2 that there is memory from which is sent without a copy."""
+        """Return whether FSDP2 may allocate memory here that is sent without a copy."""
         return device.type == "cpu"
 
     def allocate_tensor(
@@ -352,9 +352,9 @@ class Operations:
 
 
 class FastPSProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
-    """For torch where only a ProcessGroup can be derived from."""
+    """For versions of torch where Python can derive from ProcessGroup only."""
 
-    supports_splitting = False  # asked for before 2.6, where it has none to inherit
+    supports_splitting = False  # before torch 2.6 there is none to inherit
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -365,15 +365,15 @@ class FastPSProcessGroup(Operations, dist.ProcessGroup):  # type: ignore[misc]
 
 
 class FastPSBackend(Operations, torch._C._distributed_c10d.Backend):
-    """For torch where a Backend can be derived from."""
+    """For versions of torch where Python can derive from Backend."""
 
-    # own ones, because some of those inherited ask themselves
+    # overridden, because some inherited ones call themselves
     supports_splitting = supports_shrinking = supports_reconfigure = supports_window = False
     supports_coalescing = supports_time_estimate = _supports_time_estimate = False
 
 
 def make_shell(group: Group, **settings: Any) -> FastPSBackend | FastPSProcessGroup:
-    """Return the object that torch can use; settings as for Operations."""
+    """Return the object for torch; settings as for Operations."""
     try:
         return FastPSBackend(group, **settings)
     except TypeError:  # no constructor for Python

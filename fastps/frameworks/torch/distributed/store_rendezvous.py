@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the default process group of torch.distributed joins a job, and leaves it.
+"""How the default process group of torch.distributed joins and leaves a job.
 
-After fastps.init() it belongs to the session that is there. Under fastps-run it joins that job,
-and torch's store, which torch wants in any case, is hosted by rank 0 and found through the job.
-Otherwise, as under plain torchrun, rank 0 hosts the scheduler, and its address and a fresh token
-travel through torch's store; so they do for fastps.init() where torchrun has several machines.
-That token is worth what the store is: torch's TCPStore asks nobody who he is and encrypts nothing,
-so whoever reaches its port can read the token and join the job. Where that matters start with
-fastps-run, whose token never travels.
+After fastps.init() it uses the existing session. Under fastps-run it joins that job; rank 0 hosts
+torch's store, which torch always needs, and others find it through the job. Otherwise, as under
+plain torchrun, rank 0 hosts the scheduler, and its address and a fresh token travel through
+torch's store. The same happens for fastps.init() where torchrun has several machines. The token
+is as safe as the store: torch's TCPStore neither authenticates nor encrypts, so anyone who reaches
+its port can read the token and join the job. Where that matters use fastps-run, whose token never
+travels.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from fastps.transport.interfaces import own_address
 
 _LOOPBACK = "127.0.0.1"
 _STORE = "torch.distributed's store"
-Patience: TypeAlias = dict[str, object]  # the setting of how long to wait for the others, if any
+Patience: TypeAlias = dict[str, object]  # the setting start_timeout_s, or nothing
 _LIMITS = ("FASTPS_START_TIMEOUT_S", "BLUEFOG_START_TIMEOUT")
 
 
 def has_job() -> bool:
-    """Return whether a job is known, by init() or from fastps-run, and torch is told of no other.
+    """Return whether init() or fastps-run provide a job, and the environment means no other.
 
-    fastps-run sets RANK and WORLD_SIZE too, to its own; with others a user means another group.
+    fastps-run sets RANK and WORLD_SIZE to its own; with other values a user means another group.
     """
     environment = process_environment()
     ours, theirs = (
@@ -49,7 +49,7 @@ def has_job() -> bool:
 
 
 def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    """Yield torch's store, and rank and size in the job that is known, as a rendezvous does."""
+    """Yield torch's store, and rank and size in the job, as a rendezvous handler does."""
     session = current.init(_patience(timeout))
     if session.size == 1:
         yield HashStore(), 0, 1
@@ -65,9 +65,9 @@ def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
 
 
 def join(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[], None]:
-    """Be rank of size in a job; give what ends, at last, what was begun for that.
+    """Join a job as rank of size; return a function that leaves it.
 
-    Blocks until all workers are there, or time is up. Raises what fastps.init() does.
+    Blocks until all workers have joined, or the timeout. Raises what fastps.init() does.
     """
     leave = _begin(store, rank, size, _patience(timeout))
     session = current.current()
@@ -75,29 +75,30 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[],
         where = f"worker {session.rank} of {session.size}"
         leave()
         raise ConfigError(
-            f"torch.distributed calls this process rank {rank} of {size}, but in its fastps job "
-            f"it is {where}; leave RANK and WORLD_SIZE to the launcher"
+            f"this process is rank {rank} of {size} for torch.distributed, but {where} of its "
+            "fastps job: leave RANK and WORLD_SIZE to the launcher"
         )
     return leave
 
 
 def join_beside(store: Store, ranks: Sequence[int], timeout: timedelta) -> None:
-    """Join a job for a group of all ranks beside a default one of another backend.
+    """Join a job for a group of all ranks beside a default group of another backend.
 
-    Until the process ends: more such groups may come. ConfigError where the group lacks ranks.
+    The process stays in it until its end, for further groups. ConfigError for a group of fewer
+    ranks.
     """
     everybody = range(dist.get_world_size())
     if list(ranks) != list(everybody):
         raise ConfigError(
-            f"a first group of ranks {list(ranks)} cannot join a job that is for all "
-            f"{len(everybody)}: call fastps.init() before new_group(backend='fastps'), or make "
-            "fastps the default group"
+            f"the first fastps group has ranks {list(ranks)}, but only one of all "
+            f"{len(everybody)} ranks can join a job: call fastps.init() before "
+            "new_group(backend='fastps'), or make fastps the default backend"
         )
     join(store, dist.get_rank(), len(everybody), timeout)
 
 
 def _patience(timeout: timedelta) -> Patience:
-    """Return torch's time limit as that of the start, where the environment names none."""
+    """Return torch's timeout as that of the start, unless the environment sets one."""
     if any(process_environment().get(name, "").strip() for name in _LIMITS):
         return {}
     return {"start_timeout_s": min(max(timeout.total_seconds(), 0.1), DAY_S)}
@@ -114,7 +115,7 @@ def _begin(store: Store, rank: int, size: int, patience: Patience) -> Callable[[
 
 
 def _begin_by_store(store: Store, mine: dict[str, object]) -> Callable[[], None]:
-    """Join a job whose scheduler rank 0 hosts; a store may see several, one after the other."""
+    """Join a job whose scheduler rank 0 hosts; a store may serve several jobs in turn."""
     config = load(mine)
     board = StoreBoard(store, f"fastps/job/{store.add(f'fastps/turn/{config.rank}', 1)}")
     close: Callable[[], None] = _nothing
@@ -129,7 +130,7 @@ def _begin_by_store(store: Store, mine: dict[str, object]) -> Callable[[], None]
     except BaseException:
         close()
         raise
-    if config.rank == 0:  # all are in: nobody needs it any more
+    if config.rank == 0:  # all have joined, and need it no more
         board.clear()
 
     def leave() -> None:
@@ -150,29 +151,29 @@ class StoreBoard:
         self._store, self._key = store, key
 
     def post(self, text: str) -> None:
-        """Leave the text."""
+        """Store the text."""
         self._store.set(self._key, text)
 
     def read(self, *, timeout_s: float) -> str:
-        """Wait for the text; TransportTimeout where none comes."""
+        """Wait for the text and return it; TransportTimeout if none is posted in time."""
         try:
             self._store.wait([self._key], timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if "timeout" not in str(error).lower():  # each kind of store has its own
                 raise
             raise TransportTimeout(
-                f"rank 0 has left no word of the job in {_STORE} within {timeout_s:.3g} s"
+                f"rank 0 has not posted the job's address in {_STORE} within {timeout_s:.3g} s"
             ) from error
         return self._store.get(self._key).decode()
 
     def clear(self) -> None:
-        """Take it away."""
-        with contextlib.suppress(RuntimeError):  # a store that cannot forget
+        """Delete the text."""
+        with contextlib.suppress(RuntimeError):  # of a store that cannot delete
             self._store.delete_key(self._key)
 
 
 def agent_board(launcher: Launcher) -> StoreBoard | None:
-    """Leave the text in the store that torchrun's agents have, where they have one."""
+    """Return a board in the store of torchrun's agents; None if they have none."""
     environment = process_environment()
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -181,7 +182,7 @@ def agent_board(launcher: Launcher) -> StoreBoard | None:
 
 
 def _host_of(store: Store) -> str:
-    """Return the host that torch's store was found at; the loopback for one in a file."""
+    """Return the host of torch's store; the loopback for a file store."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", _LOOPBACK)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of torch.distributed as what a Group takes: flat arrays in one piece.
+"""Tensors of torch.distributed as contiguous flat arrays for a Group.
 
-What a tensor lacks of that it gets here: a copy to read from, or a place to land in and the note
-that the results are to be copied from there.
+Tensors that are not contiguous are copied to be read; to be written they get a temporary tensor,
+and a list of copies from there that are due when the operation is done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastps.frameworks.torch.ops.tensors import (
 )
 from fastps.types import DType, numpy_dtype
 
-# How elements travel, and how many for each: complex numbers are pairs, what is not here is bytes.
+# Wire type, and elements per number: complex numbers are pairs; other dtypes travel as bytes.
 _FORMS = {dtype: (code, 1) for dtype, code in WIRE_DTYPES.items()} | {
     torch.complex32: (DType.FLOAT16, 2),
     torch.complex64: (DType.FLOAT32, 2),
@@ -34,10 +34,10 @@ _FORMS = {dtype: (code, 1) for dtype, code in WIRE_DTYPES.items()} | {
 }
 _TYPES = {code: numpy_dtype(code).str for code in DType}
 
-_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # which make equal elements of equal ones
+_IN_PLACE = ("all_reduce", "reduce", "broadcast")  # their results for equal elements are equal
 
 Pieces: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # one for all members, or one for each
-Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # to and from, when an operation is done
+Copy: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # target and source, for the end
 
 
 class Side(NamedTuple):
@@ -50,13 +50,13 @@ class Side(NamedTuple):
     copies: list[Copy]
 
     def scaled(self, elements: Sequence[int]) -> list[int]:
-        """Count elements of the array in place of elements of the tensor."""
+        """Convert counts of tensor elements to counts of array elements."""
         width = _form(self.plain.dtype)[1]
         return [count * width for count in elements]
 
 
 def reading(pieces: Pieces, operation: str) -> Side:
-    """Return tensors in one piece, to be read; TypeError where their memory is out of reach."""
+    """Return tensors as one array to read; TypeError for other than dense CPU tensors."""
     if isinstance(pieces, torch.Tensor):
         return _side(_plain(pieces, operation), None, [])
     flat = [_plain(piece, operation).reshape(-1) for piece in pieces]
@@ -65,9 +65,9 @@ def reading(pieces: Pieces, operation: str) -> Side:
 
 
 def landing(pieces: Pieces, operation: str) -> Side:
-    """Return a place for new elements of tensors; where it is one tensor, with its present ones.
+    """Return an array for the results; for a single tensor it holds the tensor's elements.
 
-    ValueError for elements in one place of memory, as expand() makes them, where others may come.
+    ValueError for elements that share memory, as by expand(), where results may differ.
     """
     if isinstance(pieces, torch.Tensor):
         plain = _plain(pieces, operation)
@@ -87,21 +87,22 @@ def landing(pieces: Pieces, operation: str) -> Side:
 
 
 def apart(of: Side, to: Side, place: int | None = None) -> Side:
-    """Return what is read as it is, or a copy where it overlaps what is written.
+    """Return the side that is read, as a copy if it overlaps the side that is written.
 
-    place: the element where it is to land: what lies there already, as FSDP2 has it, stays.
+    place: the element of `to` where `of` will be written; if it lies exactly there, as FSDP2
+    passes it, it stays.
     """
     return of if is_apart(of.array, to.array, place) else of._replace(array=of.array.copy())
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Carry copies out."""
+    """Do the copies."""
     for target, source in copies:
         write_over(target, source)
 
 
 def check_numbers(tensor: torch.Tensor, operation: str) -> None:
-    """Raise TypeError for elements that are only bytes here, and have no sum."""
+    """Raise TypeError for a dtype that travels as bytes and has no sum."""
     if tensor.dtype not in _FORMS:
         wire_dtype(tensor.dtype, operation)
 
@@ -112,15 +113,15 @@ def _plain(tensor: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def check_places(tensor: torch.Tensor, operation: str) -> None:
-    """Raise ValueError where elements lie in one place and the operation may give each another."""
+    """Raise ValueError if elements share memory and the operation's results may differ."""
     check_writable(tensor, operation)
     if operation in _IN_PLACE or tensor.is_contiguous():
         return
     sides = zip(tensor.shape, tensor.stride(), strict=True)
     if any(size > 1 and not stride for size, stride in sides):
         raise ValueError(
-            f"{operation}: elements of a tensor of shape {tuple(tensor.shape)} lie in one place "
-            "of memory, as expand() makes them, and cannot take what comes: give its clone()"
+            f"{operation}: the tensor of shape {tuple(tensor.shape)} has elements that share "
+            "memory, as by expand(), and cannot hold the result: pass tensor.clone()"
         )
 
 
@@ -129,7 +130,7 @@ def _form(dtype: torch.dtype) -> tuple[DType, int]:
 
 
 def _as_one(flat: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return flat tensors as one where they follow each other in one storage."""
+    """Return flat tensors as one if they follow each other in one storage."""
     first, end = flat[0], flat[0].data_ptr()
     for tensor in flat:
         is_next = tensor.data_ptr() == end and tensor.dtype is first.dtype
@@ -142,8 +143,8 @@ def _as_one(flat: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((sum(tensor.numel() for tensor in flat),), (1,))
 
 
-class _Loan:
-    """A tensor as NumPy sees it; torch's own view would forbid to resize the storage for ever."""
+class _ArrayInterface:
+    """A tensor's memory for NumPy; after torch's numpy() the storage can never be resized."""
 
     def __init__(self, tensor: torch.Tensor, count: int, code: DType) -> None:
         self.tensor = tensor  # alive as long as an array over it
@@ -155,6 +156,6 @@ class _Loan:
 
 def _side(tensor: torch.Tensor, pieces: Sequence[torch.Tensor] | None, copies: list[Copy]) -> Side:
     code, width = _form(tensor.dtype)
-    array = np.asarray(_Loan(tensor, tensor.numel() * width, code))
+    array = np.asarray(_ArrayInterface(tensor, tensor.numel() * width, code))
     counts = None if pieces is None else [piece.numel() * width for piece in pieces]
     return Side(tensor, array, code, counts, copies)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch gets for an operation that was started: a Work, and on request a Future.
+"""Work and Future of an operation, for torch.
 
-Knows handles and tensors, no operation. A Work waits for its handles itself. A Future is completed
-by a thread that waits for the same handles and then runs the callbacks; since those may wait for
-another operation's, each Future in flight has a thread of its own, kept for the next one.
+Knows handles and tensors, no operation. A Work waits for its handles in the calling thread. A
+Future is completed by a thread that waits for the same handles and then runs the callbacks. Since
+callbacks may wait for other operations, each Future in flight has a thread of its own, which is
+kept for the next one.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from fastps.worker.handle import Handle
 Future: TypeAlias = "torch.futures.Future[Any]"
 
 _IDLE_S = 10.0  # a thread without work ends after this time
-_DEFAULT = timedelta(0)  # what C++ passes for "as long as the group says"
-# Before 2.7 torch's C++ keeps of a Work made in Python only what is inherited, whose wait() has no
-# end. So Python's part is kept here until somebody waits, or asks for the Future instead.
+_DEFAULT = timedelta(0)  # passed by C++ for the group's timeout
+# Before 2.7 torch's C++ keeps only the C++ part of a Work made in Python, whose wait() never
+# returns. So the Python part is kept here until wait() or get_future() is called.
 _MUST_KEEP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7)
 _KEPT: set[Work] = set()
 
 
 class Operation:
-    """Handles of one operation, and what is done with the results, once, when all are there.
+    """The handles of one operation, and a function that runs once when all are complete.
 
-    written: the tensors whose memory the operation writes; autograd is told here that it changes.
+    written: the tensors that the operation writes; their versions are incremented here.
     """
 
     def __init__(
@@ -47,10 +48,10 @@ class Operation:
         written: Sequence[torch.Tensor] = (),
     ) -> None:
         self.handles = handles
-        self.finish = finish  # None when it was done
-        self._written = written  # empty when it was done
+        self.finish = finish  # None once it has run
+        self._written = written  # empty once the operation is complete
         mark_written(*written)
-        self.error: Exception | None = None  # of an operation that is over
+        self.error: Exception | None = None  # of an operation that has ended
         self._lock = threading.Lock()
 
     def poll(self) -> bool:
@@ -58,10 +59,10 @@ class Operation:
         return all(handle.poll() for handle in self.handles)
 
     def complete(self, timeout_s: float) -> None:
-        """Wait for the handles, then put the results into their places; from any thread.
+        """Wait for the handles, then run `finish`; from any thread.
 
-        Raises what made the operation fail; StallError after timeout_s seconds, when it is still
-        in flight.
+        Raises the operation's error; StallError after timeout_s seconds, while it is still in
+        flight.
         """
         if self.error is not None:
             raise self.error
@@ -88,7 +89,7 @@ class Operation:
 
 
 def _wait(handle: Handle[Any], timeout_s: float) -> None:
-    """Wait for a handle; the error names the setting that counts here."""
+    """Wait for a handle; a StallError names the process group's timeout."""
     try:
         handle.wait(timeout_s)
     except StallError as error:
@@ -97,31 +98,30 @@ def _wait(handle: Handle[Any], timeout_s: float) -> None:
 
 
 class Completer:
-    """Threads that wait for operations, as many as wait at once."""
+    """Threads that wait for operations, one for each operation in flight."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Callable[[], object]]] = []
 
     def future(self, operation: Operation, timeout_s: float, result: Callable[[], Any]) -> Future:
-        """Return a Future of an operation's result, at once a complete one if that is over."""
+        """Return a Future of an operation's result; complete if the operation has ended."""
 
         def take(_: Future) -> Any:
             operation.complete(timeout_s)
             return result()
 
-        begun: Future = torch.futures.Future()
-        future = begun.then(
-            take
-        )  # set_exception() would hide an error from C++, which then crashes
+        start: Future = torch.futures.Future()
+        # not set_exception(), which would hide an error from C++, which then crashes
+        future = start.then(take)
         if operation.poll():
-            begun.set_result(None)
+            start.set_result(None)
         else:
-            self.run(lambda: begun.set_result(None))
+            self.run(lambda: start.set_result(None))
         return future
 
     def run(self, job: Callable[[], object]) -> None:
-        """Let a thread of its own do the job."""
+        """Run the job in a thread of its own."""
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
@@ -147,12 +147,12 @@ class Completer:
 
 @untraced
 class Work(dist.Work):
-    """An operation as torch sees it."""
+    """An operation for torch."""
 
     def __init__(
         self, operation: Operation, tensors: Any, completer: Completer, timeout_s: float
     ) -> None:
-        """Wrap an operation; tensors: where its results are, which its Future gives."""
+        """Wrap an operation; tensors: of its results, the value of its Future."""
         super().__init__()
         self.operation = operation
         self.tensors = tensors
@@ -163,7 +163,7 @@ class Work(dist.Work):
             _KEPT.add(self)
 
     def wait(self, timeout: timedelta = _DEFAULT) -> bool:
-        """Wait until the results are in their tensors; raises what made the operation fail."""
+        """Wait until the results are in their tensors; raises the operation's error."""
         _KEPT.discard(self)
         self.operation.complete(timeout.total_seconds() or self._timeout_s)
         return True
@@ -171,7 +171,7 @@ class Work(dist.Work):
     synchronize = wait  # type: ignore[assignment]
 
     def is_completed(self) -> bool:
-        """Return whether the operation is over, well or not; then results are in their tensors."""
+        """Return whether the operation has ended; then the results are in their tensors."""
         if not self.operation.poll():
             return False
         _KEPT.discard(self)
@@ -180,11 +180,11 @@ class Work(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Return whether the operation is over and went well."""
+        """Return whether the operation has ended without an error."""
         return self.is_completed() and self.operation.error is None
 
     def exception(self) -> Exception | None:
-        """Return the error of an operation that is over and failed."""
+        """Return the error of an operation that has failed."""
         self.is_completed()
         return self.operation.error
 
@@ -193,7 +193,7 @@ class Work(dist.Work):
         return self.tensors
 
     def source_rank(self) -> int:
-        """Return the rank that sent what a receive from any source got."""
+        """Return the rank that a receive from any source received from."""
         return int(self.operation.handles[0].source)
 
     _source_rank = source_rank
@@ -207,7 +207,7 @@ class Work(dist.Work):
         return self._future
 
     def __del__(self) -> None:
-        """Let what nobody waits for come to its tensors all the same."""
+        """Write the results of an operation that nobody has waited for."""
         operation = self.operation
         if self._future is None and operation.finish is not None and operation.error is None:
             self._completer.future(operation, self._timeout_s, list)

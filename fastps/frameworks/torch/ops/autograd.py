@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations as functions that autograd goes back through, and on what a compressor makes.
+"""Operations as functions that autograd can differentiate, and operations on compressed tensors.
 
-Knows no operation: run and back are given. Threads: autograd calls back on one of its own.
+Knows no operation: callers pass functions. Threads: autograd calls `back` on one of its own.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from fastps.worker.handle import MappedHandle
 
 
 class _Differentiable(torch.autograd.Function):
-    """An operation, and the one on its results' gradients."""
+    """An operation, and the operation on the gradients of its results."""
 
     @staticmethod
     def forward(
         ctx: Any, run: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor
     ) -> Any:
-        """Do the operation."""
+        """Run the operation."""
         ctx.back = back
         return tuple(run(*tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Do the other."""
+        """Return the gradients of the tensors."""
         return (None, None, *ctx.back(*gradients))
 
 
@@ -38,7 +38,7 @@ def compressed(
     tensors: Sequence[torch.Tensor],
     compression: Compressor,
 ) -> list[torch.Tensor]:
-    """Do an operation on what a compressor makes of tensors, and bring back what comes."""
+    """Compress tensors, run an operation on them, and decompress its results."""
     packed = [compression.compress(one) for one in tensors]
     found = start([wire for wire, _ in packed]).wait()
     pairs = zip(found, packed, strict=True)
@@ -48,7 +48,7 @@ def compressed(
 def differentiable_list(
     run: Callable[..., Any], back: Callable[..., Any], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Do an operation on several tensors so that autograd can go back through it."""
+    """Run an operation on several tensors; back: from gradients of results to those of tensors."""
     tensors = [require_array(tensor) for tensor in tensors]
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return list(run(*tensors))
@@ -60,5 +60,5 @@ def differentiable(
     back: Callable[[torch.Tensor], torch.Tensor],
     tensor: torch.Tensor,
 ) -> torch.Tensor:
-    """Do an operation on one tensor so that autograd can go back through it."""
+    """Run an operation on one tensor, as differentiable_list() does on several."""
     return differentiable_list(lambda one: [run(one)], lambda one: [back(one)], [tensor])[0]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batch normalisation over the batches of all workers, as if they were one; on the CPU.
 
-Each worker sends a count, mean and squared deviations of each channel, and in the backward pass
-two sums of each: 2 C + 1 and 2 C numbers. They are put together in the order of members, so all
-get the same bits. Blocks in both passes; all members run both in the same order.
+In the forward pass each worker sends its count, and the mean and squared deviations of each
+channel; in the backward pass two sums of each channel: 2 C + 1 and 2 C numbers. They are combined
+in the order of members, so all get the same bits. Blocks in both passes; all members run both in
+the same order.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ _LABEL = "SyncBatchNorm"
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm of any number of dimensions over all workers, or those of process_set.
 
-    Batches may have different sizes, and 0. In training it blocks for the others; with eval() it
-    is BatchNorm. Gradients of weight and bias are those of this worker's share, which an
-    optimizer sums or averages like all others. Otherwise as torch.nn.SyncBatchNorm, whose
-    convert_sync_batchnorm() it has too.
+    Batches may have different sizes, also 0. In training it waits for the other workers; with
+    eval() it is plain BatchNorm. Gradients of weight and bias are this worker's part, which an
+    optimizer sums or averages as usual. Otherwise as torch.nn.SyncBatchNorm, including
+    convert_sync_batchnorm().
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:
-            raise ValueError(f"at least 2 dimensions are needed, not {x.dim()}")
+            raise ValueError(
+                "SyncBatchNorm needs an input of at least 2 dimensions, got shape "
+                f"{tuple(x.shape)}"
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise a batch."""
@@ -75,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Return a module with a SyncBatchNorm in place of each BatchNorm, with its state."""
+        """Return a module whose BatchNorms are replaced by SyncBatchNorms with their state."""
         found = module
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             found = cls(
@@ -102,7 +106,7 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         process_set: ProcessSet,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
-        """Chan, Golub, LeVeque 1979, for the deviations of several batches together."""
+        """Normalise; deviations of several batches by Chan, Golub and LeVeque, 1979."""
         wide = x.detach().double() if x.dtype is torch.float64 else x.detach().float()
         rows = wide.transpose(0, 1).flatten(1)  # a channel each
         local = rows.double().mean(1) if rows.shape[1] else rows.new_zeros(len(rows)).double()

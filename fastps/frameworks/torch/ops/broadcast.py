@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make all ranks start from one rank's parameters, optimizer state or plain values.
+"""Copy one rank's parameters, optimizer state or plain values to all ranks.
 
 Decides what travels as a tensor and what as a plain value. Tensors of one call travel together
-in one submit. Nothing is pickled: plain values and tensors arrive with their types, all else
-is refused on all ranks. Blocks; called by all ranks in the same order.
+in one submit. Nothing is pickled: plain values and tensors arrive with their types, and all ranks
+raise TypeError for anything else. Blocks; called by all ranks in the same order.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def broadcast_parameters(
 
     params: model.state_dict(), model.named_parameters() or any mapping or pairs of names and
     tensors, the same on all ranks (else MismatchError); tensors alone are named by their places.
-    Give another prefix for a second model whose names are the same. process_set, also in
-    place of prefix, as scripts for Horovod give it. One submit for all tensors.
+    A second model with the same names needs another prefix. process_set may also be passed as
+    prefix, as scripts for Horovod do. One submit for all tensors.
     """
     pairs = _pairs_of(params)
     if isinstance(prefix, ProcessSet):
@@ -73,13 +73,13 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return every rank the root rank's value; what the others pass is ignored.
+    """Return the root rank's value on all ranks; the values of others are ignored.
 
-    The value is made of None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays
-    and CPU tensors, of dtypes, Path, argparse.Namespace, Enum and named tuples, else TypeError on
-    all ranks. Types are kept; other subclasses of dict and tuple than OrderedDict, torch.Size and
-    named tuples arrive as dict and tuple. The root gets its own object back. In a process set
-    that is not of all workers no tensors travel.
+    The value may contain None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays,
+    CPU tensors, dtypes, Path, argparse.Namespace, Enum and named tuples; else all ranks raise
+    TypeError. Types are kept, but subclasses of dict and tuple arrive as dict and tuple, except
+    OrderedDict, torch.Size and named tuples. The root gets its own object back. In a process set
+    of some workers tensors are not supported.
     """
     if process_set is not global_process_set:
         return fastps.broadcast_object(
@@ -96,18 +96,18 @@ def broadcast_optimizer_state(
     *,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """Copy state and options of the root rank's optimizer to that of every rank.
+    """Copy state and options of the root rank's optimizer to those of all ranks.
 
-    model, also in place of prefix: scripts for Horovod give it; it is not needed.
-    Works for any optimizer with state_dict() and load_state_dict(): state is made where there is
-    none, dropped where the root has none, and options keep their types. Where the root has not
-    stepped yet, gradients that are None become zeros, as with Horovod. LBFGS is refused
-    (ValueError): its state depends on the closure, so broadcast the parameters and start it anew.
+    model, also passed as prefix: accepted for scripts written for Horovod, and not needed.
+    Works for any optimizer with state_dict() and load_state_dict(): state is created or dropped
+    as the root has it, and options keep their types. If the root has not stepped yet, gradients
+    that are None become zeros, as with Horovod. ValueError for LBFGS, whose state depends on the
+    closure: broadcast the parameters and create it again.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
-            "the state of LBFGS cannot be broadcast, it belongs to the closure of one process: "
-            "broadcast the parameters and start LBFGS anew on all ranks"
+            "the state of LBFGS cannot be broadcast, as it depends on the closure of one process: "
+            "broadcast the parameters and create LBFGS again on all ranks"
         )
     if isinstance(prefix, torch.nn.Module):
         prefix = "Parameter."
@@ -122,7 +122,7 @@ def broadcast_optimizer_state(
 
 
 def _fill_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Make gradients of zeros where there are none."""
+    """Set gradients that are None to zeros."""
     for parameter in parameters_of(optimizer.param_groups):
         if parameter.requires_grad and parameter.grad is None:
             zeros = torch.zeros_like(parameter, requires_grad=False)
@@ -141,13 +141,13 @@ def _pairs_of(params: Any) -> list[tuple[str, Any]]:
         if all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
             return pairs
     raise ValueError(
-        "params must be a mapping of names to tensors, or hold tensors or tuples (name, tensor), "
-        "as model.state_dict(), model.parameters() and model.named_parameters() give them"
+        "params must be a mapping of names to tensors, or contain tensors or tuples (name, "
+        "tensor), as model.state_dict(), model.parameters() and model.named_parameters() do"
     )
 
 
 def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) -> None:
-    """Broadcast in place; what is not contiguous goes through a copy."""
+    """Broadcast in place; tensors that are not contiguous by way of a copy."""
     session = current.current()
     _check_root(root_rank, session.size)
     buffers = [sendable(tensor) for tensor in tensors]
@@ -156,7 +156,7 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
     with torch.no_grad():
         for tensor, buffer in zip(tensors, buffers, strict=True):
             if session.rank == root_rank:
-                continue  # which reads them
+                continue  # the root only reads
             if is_sendable(tensor):
                 mark_written(tensor)
             else:
@@ -164,7 +164,7 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
 
 
 def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
-    """Send the plain part of a value first, then its tensors, so that others can make room."""
+    """Send the plain part of a value, with the tensors' shapes, then the tensors."""
     session = current.current()
     _check_root(root_rank, session.size)
     if session.rank != root_rank:
@@ -174,7 +174,7 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
     try:
         plain = take_out(value, mark, tensors)
         specs = [describe(tensor) for tensor in tensors]
-    except Exception as error:  # whatever it is: the others wait for the outcome
+    except Exception as error:  # any: the others wait for the outcome
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         session.broadcast_object({"refused": text}, root_rank, name)
         raise TypeError(f"rank {root_rank} could not send the value: {text}") from error
@@ -193,7 +193,7 @@ def _receive_tree(session: Session, root_rank: int, name: str) -> Any:
 
 
 def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
-    """Name tensors so that another value under the same name never meets another shape."""
+    """Name tensors by place, dtype and shape, so that a name never gets another shape."""
     return [
         f"{name}.{place}.{describe(tensor)[0].upper()}{list(tensor.shape)}"
         for place, tensor in enumerate(tensors)
@@ -201,18 +201,18 @@ def _labels(name: str, tensors: list[torch.Tensor]) -> list[str]:
 
 
 def describe(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return what others need to make room for a tensor."""
+    """Return a tensor's dtype and shape, for make_room()."""
     _check(tensor, "a tensor in the value")
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def make_room(code: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Make a tensor that was described, with no values yet."""
+    """Return an uninitialised tensor of a dtype and shape by describe()."""
     return torch.empty(shape, dtype=getattr(torch, code))
 
 
 def _check(tensor: object, name: str) -> torch.Tensor:
-    """Return what can travel, complex numbers as pairs of real ones; TypeError for others."""
+    """Return the tensor if it can be sent, complex or not; else TypeError."""
     found = require_array(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype.to_real(), name)
@@ -221,15 +221,15 @@ def _check(tensor: object, name: str) -> torch.Tensor:
 
 def _check_root(root_rank: int, size: int) -> None:
     if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < size:
-        raise ValueError(f"root_rank must be from 0 to {size - 1}, not {root_rank!r}")
+        raise ValueError(f"root_rank must be an integer from 0 to {size - 1}, not {root_rank!r}")
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Say what differs before torch does so without naming ranks."""
+    """Raise ValueError for other parameter groups than the root's; torch's names no ranks."""
     theirs = [len(group["params"]) for group in state["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
     if ours != theirs:
         raise ValueError(
-            f"the root rank's optimizer has parameter groups of {theirs} parameters, this "
-            f"rank's of {ours}: build the optimizers alike on all ranks"
+            f"the root rank's optimizer has parameter groups of {theirs} parameters, and this "
+            f"rank's of {ours}: build the same optimizer on all ranks"
         )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives on torch tensors (ops/numpy_collectives.py), with Horovod's order and gradients.
 
-Positional order is Horovod's. Any CPU tensor will do, also complex ones and such that are not
-contiguous; results of the in-place forms (a trailing underscore) land where the tensor is. Forms
-without _async or underscore take part in autograd, with the gradients that Horovod defines: those
-of allgather and broadcast are averages. Handles go to poll() and synchronize(). Threads: as there.
+The order of arguments is Horovod's. Tensors are on the CPU, complex or not, contiguous or not; the
+in-place forms (a trailing underscore) write the result into the tensor. Forms without _async or
+underscore take part in autograd, with the gradients that Horovod defines: those of allgather and
+broadcast are averages. Handles go to poll() and synchronize(). Threads: as in ops/start.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fastps.frameworks.torch.ops.autograd import (
 )
 from fastps.frameworks.torch.ops.compression import Compression, Compressor
 from fastps.frameworks.torch.ops.tensors import (
+    WIRE_DTYPES,
     mark_written,
     require_array,
     view_of,
-    wire_dtype,
     write_over,
 )
 from fastps.frameworks.torch.ops.wire_tensors import (
@@ -45,7 +45,7 @@ from fastps.ops.start import Average, Sum
 from fastps.session.current import current
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
-from fastps.worker.handle import MappedHandle, Waitable
+from fastps.worker.handle import MappedHandle
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 GroupHandle: TypeAlias = MappedHandle[torch.Tensor]
@@ -66,8 +66,11 @@ def allreduce_async(
     """Start allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = op_of_words(op, average)
     source = wire_of(tensor, name, op, factor=prescale_factor)
-    flight = _sum(source, None, op, name, process_set, postscale_factor)
-    return MappedHandle([flight], lambda found: result_of(found[0], source, tensor))
+    handle = ops.start_allreduce(
+        view_of(source), None, op, name, process_set, dtype=WIRE_DTYPES[source.dtype],
+        factor=postscale_factor,
+    )  # fmt: skip
+    return MappedHandle([handle], lambda found: result_of(found[0], source, tensor))
 
 
 def allreduce_async_(
@@ -83,20 +86,15 @@ def allreduce_async_(
     op = op_of_words(op, average)
     target = target_of(tensor, name)
     source = wire_of(target, name, op, factor=prescale_factor)
-    in_place = wire_of(target, name, op)
-    same = in_place.data_ptr() == target.data_ptr()
-    out = in_place if same else source
-    flight = _sum(source, out, op, name, process_set, postscale_factor)
+    in_place = source if prescale_factor == 1.0 else wire_of(target, name, op)
+    out = in_place if in_place.data_ptr() == target.data_ptr() else source
+    array = view_of(source)
+    handle = ops.start_allreduce(
+        array, array if out is source else view_of(out), op, name, process_set,
+        dtype=WIRE_DTYPES[source.dtype], factor=postscale_factor,
+    )  # fmt: skip
     mark_written(target)
-
-    def finish(found: list[Any]) -> torch.Tensor:
-        if same:
-            mark_written(target)
-        else:
-            write_over(target, result_of(found[0], source, tensor))
-        return tensor
-
-    return MappedHandle([flight], finish)
+    return MappedHandle([handle], lambda found: stored(found[0], out, target, tensor))
 
 
 allreduce_ = make_blocking(
@@ -114,11 +112,11 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the average, or another op, of everybody's tensor to everybody; blocks.
+    """Return the average, or another op, of all members' tensors; blocks.
 
-    op: Average (None), Sum, Min, Max, Product, BAND, BOR, BXOR; average is Horovod's older word
-    for it. Sparse tensors are gathered, as sparse_allreduce_async() says. Otherwise as
-    fastps.allreduce(). Its gradient is the allreduce of gradients in the same way.
+    op: Average (None), Sum, Min, Max, Product, BAND, BOR, BXOR; average= is Horovod's older name
+    for it. Sparse tensors are gathered, as by sparse_allreduce_async(). Otherwise as
+    fastps.allreduce(). Its gradient is the allreduce of the gradients with the same op.
     """
     how: dict[str, Any] = {"op": op_of_words(op, average), "process_set": process_set}
     if require_array(tensor, name).is_sparse:
@@ -144,7 +142,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> MappedHandle[list[torch.Tensor]]:
-    """Start allreduce_async() of several tensors, in one submit of a dtype."""
+    """Start allreduce_async() of several tensors, in one submit per dtype."""
     some = [require_array(tensor, name).detach() for tensor in tensors]
     return _start_grouped(some, op_of_words(op, average), name, prescale_factor, postscale_factor,
                           process_set, is_in_place=False)  # fmt: skip
@@ -159,9 +157,9 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> MappedHandle[list[torch.Tensor]]:
-    """Start allreduce_async_() of several tensors, in one submit of a dtype."""
+    """Start allreduce_async_() of several tensors, in one submit per dtype."""
     targets = [target_of(tensor, name) for tensor in tensors]
-    flight = _start_grouped(
+    handle = _start_grouped(
         targets, op_of_words(op, average), name, prescale_factor, postscale_factor, process_set,
         is_in_place=True,
     )  # fmt: skip
@@ -175,7 +173,7 @@ def grouped_allreduce_async_(
                 mark_written(target)
         return list(tensors)
 
-    return MappedHandle([flight], finish)
+    return MappedHandle([handle], finish)
 
 
 grouped_allreduce_ = make_blocking(
@@ -194,15 +192,12 @@ def _start_grouped(
     is_in_place: bool,
 ) -> MappedHandle[list[torch.Tensor]]:
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
-    codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
-    flight = ops.start_grouped(
+    codes = [WIRE_DTYPES[wire.dtype] for wire in wires]
+    handle = ops.start_grouped(
         [view_of(wire) for wire in wires], op, name, process_set, codes, is_in_place=is_in_place,
         factor=postscale_factor,
     )  # fmt: skip
-    return MappedHandle(
-        [flight],
-        lambda found: [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)],
-    )
+    return _results(handle, wires, tensors)
 
 
 def grouped_allreduce(
@@ -215,7 +210,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Return the allreduce() of each of several tensors, all under way at once; blocks."""
+    """Return the allreduce() of each of several tensors, all in flight at once; blocks."""
     how = (op_of_words(op, average), prescale_factor, postscale_factor, process_set)
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
@@ -235,17 +230,17 @@ def sparse_allreduce_async(
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
 ) -> SparseSum:
-    """Start to add a sparse tensor over all members: its indices and values are gathered.
+    """Start to add a sparse tensor over all members, by gathering its indices and values.
 
-    The result is sparse and coalesced; what several members have at one index is added in the
-    order of members. The handle may be called, too, which gives the result.
+    The result is sparse and coalesced; values at one index are added in the order of members.
+    Calling the handle, as in Horovod, returns the result.
     """
     if op not in (Average, Sum):
-        raise ValueError(f"sparse tensors have an average and a sum, not {op.value}")
+        raise ValueError(f"op must be Average or Sum for sparse tensors, not {op.value}")
     return start_rows(tensor, op, name, process_set)
 
 
-# ---- what gathers and divides rows ----
+# ---- rows ----
 
 
 def allgather_async(
@@ -266,9 +261,9 @@ def allgather(
 
     def run(one: torch.Tensor) -> torch.Tensor:
         nonlocal first
-        flight, counts = _gathering(one, name, process_set, is_awaited=True)
+        handle, counts = _gathering(one, name, process_set, is_awaited=True)
         first = sum(counts[: process_set.rank()])
-        return flight.wait()
+        return handle.wait()
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         whole = allreduce(gradient, None, _of_gradient(name), process_set=process_set)
@@ -278,7 +273,7 @@ def allgather(
 
 
 def _own_rows(whole: torch.Tensor, first: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Cut this member's tensor out of what was gathered."""
+    """Return this member's part of a gathered tensor."""
     rows = tensor.shape[0] if tensor.dim() else 1
     return whole.narrow(0, first, rows).reshape(tensor.shape)
 
@@ -293,13 +288,13 @@ def grouped_allgather_async(
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
-    """Return the allgather() of each of several tensors, all under way at once; blocks."""
+    """Return the allgather() of each of several tensors, all in flight at once; blocks."""
     firsts: list[int] = []
 
     def run(*some: torch.Tensor) -> list[torch.Tensor]:
-        flight, counts = _gathering_each(some, name, process_set, is_awaited=True)
+        handle, counts = _gathering_each(some, name, process_set, is_awaited=True)
         firsts[:] = [sum(each[: process_set.rank()]) for each in counts]
-        return flight.wait()
+        return handle.wait()
 
     def back(*gradients: torch.Tensor) -> list[torch.Tensor]:
         wholes = grouped_allreduce(gradients, None, _of_gradient(name), process_set=process_set)
@@ -319,13 +314,13 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> GroupHandle:
-    """Start reducescatter() and give a handle."""
+    """Start reducescatter() and return a handle."""
     source = wire_of(tensor, name, op, factor=prescale_factor)
-    flight = ops.start_reducescatter(
-        view_of(source), op, name, process_set, dtype=wire_dtype(source.dtype, name or "tensor"),
+    handle = ops.start_reducescatter(
+        view_of(source), op, name, process_set, dtype=WIRE_DTYPES[source.dtype],
         factor=postscale_factor,
     )  # fmt: skip
-    return MappedHandle([flight], lambda found: result_of(found[0], source, tensor))
+    return MappedHandle([handle], lambda found: result_of(found[0], source, tensor))
 
 
 def reducescatter(
@@ -339,7 +334,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this member's rows of the allreduce(), as fastps.reducescatter(); blocks.
 
-    Its gradient is the allgather of gradients, for Sum times the number of members.
+    Its gradient is the allgather of the gradients, for Sum times the number of members.
     """
     how = (op, process_set, prescale_factor, postscale_factor)
 
@@ -362,17 +357,14 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> MappedHandle[list[torch.Tensor]]:
-    """Start reducescatter_async() of several tensors, in one submit of a dtype."""
+    """Start reducescatter_async() of several tensors, in one submit per dtype."""
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
-    codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
-    flight = ops.start_grouped_reducescatter(
+    codes = [WIRE_DTYPES[wire.dtype] for wire in wires]
+    handle = ops.start_grouped_reducescatter(
         [view_of(wire) for wire in wires], op, name, process_set, dtypes=codes,
         factor=postscale_factor,
     )  # fmt: skip
-    return MappedHandle(
-        [flight],
-        lambda found: [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)],
-    )
+    return _results(handle, wires, tensors)
 
 
 def grouped_reducescatter(
@@ -384,7 +376,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Return the reducescatter() of each of several tensors, all under way at once; blocks."""
+    """Return the reducescatter() of each of several tensors, all in flight at once; blocks."""
     how = (op, process_set, prescale_factor, postscale_factor)
     times = prescale_factor * postscale_factor * (process_set.size() if op is Sum else 1)
 
@@ -407,11 +399,11 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> MappedHandle[Any]:
     """Start alltoall()."""
-    flight, received = _alltoall(tensor, splits, name, process_set)
+    handle, received = _alltoall(tensor, splits, name, process_set)
     if splits is None:
-        return flight
+        return handle
     return MappedHandle(
-        [flight], lambda found: (found[0], torch.tensor(received, dtype=torch.int32))
+        [handle], lambda found: (found[0], torch.tensor(received, dtype=torch.int32))
     )
 
 
@@ -421,15 +413,15 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows to each member, and give those from each, as fastps.alltoall(); blocks.
+    """Send rows to each member and return the rows from each, as fastps.alltoall(); blocks.
 
-    Its gradient sends the gradients of rows back to where the rows came from.
+    Its gradient sends the gradients of rows back to the members that the rows came from.
     """
     received: list[int] = []
 
     def run(one: torch.Tensor) -> torch.Tensor:
-        flight, received[:] = _alltoall(one, splits, name, process_set, is_awaited=True)
-        return flight.wait()
+        handle, received[:] = _alltoall(one, splits, name, process_set, is_awaited=True)
+        return handle.wait()
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = alltoall(gradient, received, _of_gradient(name), process_set)[0]
@@ -448,19 +440,20 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to copy the root's tensor into everybody's."""
+    """Start to copy the root's tensor into those of all members."""
     target = target_of(tensor, name)
     wire = wire_of(target, name)
-    code = wire_dtype(wire.dtype, name or "tensor")
-    flight = ops.start_broadcast(view_of(wire), root_rank, name, process_set, dtype=code)
+    handle = ops.start_broadcast(
+        view_of(wire), root_rank, name, process_set, dtype=WIRE_DTYPES[wire.dtype]
+    )
     if current().rank == root_rank:
-        return MappedHandle([flight], lambda _: tensor)
+        return MappedHandle([handle], lambda _: tensor)
     mark_written(target)
-    return MappedHandle([flight], lambda found: stored(found[0], wire, target, tensor))
+    return MappedHandle([handle], lambda found: stored(found[0], wire, target, tensor))
 
 
 broadcast_ = make_blocking(
-    broadcast_async_, "Copy the root's tensor into everybody's, and give it; blocks."
+    broadcast_async_, "Copy the root's tensor into those of all members, and return it; blocks."
 )
 
 
@@ -470,7 +463,7 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start to broadcast the root's tensor to all workers, as a new one."""
+    """Start to broadcast the root's tensor to all members, as a new one."""
     own = require_array(tensor, name).detach().clone()
     return broadcast_async_(own, root_rank, name, process_set)
 
@@ -481,9 +474,9 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the root's tensor on all workers as a new one; blocks.
+    """Return the root's tensor on all members as a new one; blocks.
 
-    Its gradient is the average of gradients at the root, and zero elsewhere.
+    Its gradient is the average of the gradients on the root, and zero elsewhere.
     """
 
     def run(one: torch.Tensor) -> torch.Tensor:
@@ -497,7 +490,7 @@ def broadcast(
     return differentiable(run, back, tensor)
 
 
-# ---- to and from one ----
+# ---- to and from a root ----
 
 
 def reduce_to_async(
@@ -509,19 +502,20 @@ def reduce_to_async(
 ) -> MappedHandle[torch.Tensor | None]:
     """Start reduce_to(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, name, op)
-    code = wire_dtype(wire.dtype, name or "tensor")
-    flight = ops.start_reduce(view_of(wire), root_rank, op, name, process_set, dtype=code)
+    handle = ops.start_reduce(
+        view_of(wire), root_rank, op, name, process_set, dtype=WIRE_DTYPES[wire.dtype]
+    )
 
     def finish(found: list[Any]) -> torch.Tensor | None:
         if current().rank != root_rank:
             return None
         return result_of(np.asarray(found[0]), wire, tensor)
 
-    return MappedHandle([flight], finish)
+    return MappedHandle([handle], finish)
 
 
 reduce_to = make_blocking(
-    reduce_to_async, "Give the root the allreduce(), and the others None; blocks."
+    reduce_to_async, "Return the allreduce() on the root, and None elsewhere; blocks."
 )
 
 
@@ -552,21 +546,21 @@ def scatter_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> GroupHandle:
-    """Start scatter(); neither tensor may be touched meanwhile."""
+    """Start scatter(); neither tensor may be used meanwhile."""
     wire = wire_of(target := target_of(out, name), name)
     check_places(out, "scatter")
     given = None if tensor is None else view_of(wire_of(tensor, name)).reshape(-1)
-    flight = checked_set(process_set).group().scatter(
+    handle = checked_set(process_set).group().scatter(
         given, view_of(wire), root=process_set.member(root_rank, "root_rank"), name=name,
-        dtype=wire_dtype(wire.dtype, name or "tensor"),
+        dtype=WIRE_DTYPES[wire.dtype],
     )  # fmt: skip
     mark_written(target)
-    return MappedHandle([flight], lambda found: stored(np.asarray(found[0]), wire, target, out))
+    return MappedHandle([handle], lambda found: stored(np.asarray(found[0]), wire, target, out))
 
 
 scatter = make_blocking(
     scatter_async,
-    "Give each member its part of the root's tensor, in the order of members, in out; blocks.",
+    "Write each member's part of the root's tensor, by the order of members, to out; blocks.",
 )
 
 
@@ -579,14 +573,13 @@ def send_async(
     """Start send(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, "tensor")
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
-    code = wire_dtype(wire.dtype, "tensor")
-    flight = group.send(view_of(wire), member, tag=tag, dtype=code)
-    return MappedHandle([flight], lambda _: None)
+    handle = group.send(view_of(wire), member, tag=tag, dtype=WIRE_DTYPES[wire.dtype])
+    return MappedHandle([handle], lambda _: None)
 
 
 send = make_blocking(
     send_async,
-    """Send a tensor to a worker that calls receive(); blocks until it has been read.""",
+    """Send a tensor to a worker that calls receive(); blocks until the tensor may be changed.""",
 )
 
 
@@ -602,49 +595,43 @@ def receive_async(
     wire = wire_of(target, "tensor")
     group = checked_set(process_set).group()
     member = None if source is None else process_set.member(source, "source")
-    code = wire_dtype(wire.dtype, "tensor")
-    flight = group.receive(view_of(wire), member, tag=tag, dtype=code)
+    handle = group.receive(view_of(wire), member, tag=tag, dtype=WIRE_DTYPES[wire.dtype])
     mark_written(target)
-    return MappedHandle([flight], lambda found: stored(found[0], wire, target, tensor))
+    return MappedHandle([handle], lambda found: stored(found[0], wire, target, tensor))
 
 
 receive = make_blocking(
     receive_async,
-    """Receive what a worker, or whoever sends first, sends; into the tensor, and give it.""",
+    """Receive into a tensor from source, or from whichever worker sends first; return it.""",
 )
 
 
-# ---- tensors and arrays ----
+# ---- shared by the forms above ----
 
 
 def _of_gradient(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
 
 
-def _sum(
-    source: torch.Tensor,
-    target: torch.Tensor | None,
-    op: Op,
-    name: str | None,
-    process_set: ProcessSet,
-    factor: float,
-) -> Waitable:
-    array = view_of(source)
-    is_same = target is not None and target.data_ptr() == source.data_ptr()
-    out = array if is_same else None if target is None else view_of(target)
-    code = wire_dtype(source.dtype, name or "tensor")
-    return ops.start_allreduce(array, out, op, name, process_set, dtype=code, factor=factor)
+def _results(
+    handle: MappedHandle[Any], wires: Tensors, tensors: Tensors
+) -> MappedHandle[list[torch.Tensor]]:
+    """Return a handle of the tensors that a grouped operation results in."""
+
+    def finish(found: list[Any]) -> list[torch.Tensor]:
+        return [result_of(*each) for each in zip(found[0], wires, tensors, strict=True)]
+
+    return MappedHandle([handle], finish)
 
 
 def _gathering(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[GroupHandle, list[int]]:
     wire = rows_of(tensor, name)
-    code = wire_dtype(wire.dtype, name or "tensor")
-    flight, counts = ops.start_allgather(
-        view_of(wire), name, process_set, dtype=code, is_awaited=is_awaited
+    handle, counts = ops.start_allgather(
+        view_of(wire), name, process_set, dtype=WIRE_DTYPES[wire.dtype], is_awaited=is_awaited
     )
-    return MappedHandle([flight], lambda found: result_of(found[0], wire, tensor)), counts
+    return MappedHandle([handle], lambda found: result_of(found[0], wire, tensor)), counts
 
 
 def _gathering_to(
@@ -657,12 +644,12 @@ def _gathering_to(
 ) -> MappedHandle[torch.Tensor | None]:
     wire = rows_of(tensor, name)
     is_root = checked_set(process_set).rank() == process_set.member(root_rank, "root_rank")
-    code = wire_dtype(wire.dtype, name or "tensor")
-    flight = ops.start_gather(
-        view_of(wire), root_rank, name, process_set, dtype=code, is_awaited=is_awaited
-    )
+    handle = ops.start_gather(
+        view_of(wire), root_rank, name, process_set, dtype=WIRE_DTYPES[wire.dtype],
+        is_awaited=is_awaited,
+    )  # fmt: skip
     return MappedHandle(
-        [flight], lambda found: result_of(found[0], wire, tensor) if is_root else None
+        [handle], lambda found: result_of(found[0], wire, tensor) if is_root else None
     )
 
 
@@ -670,15 +657,11 @@ def _gathering_each(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
 ) -> tuple[MappedHandle[list[torch.Tensor]], list[list[int]]]:
     wires = [rows_of(tensor, name) for tensor in tensors]
-    codes = [wire_dtype(wire.dtype, name or "tensor") for wire in wires]
-    flight, counts = ops.start_grouped_allgather(
+    codes = [WIRE_DTYPES[wire.dtype] for wire in wires]
+    handle, counts = ops.start_grouped_allgather(
         [view_of(wire) for wire in wires], name, process_set, dtypes=codes, is_awaited=is_awaited
     )
-
-    def finish(found: list[Any]) -> list[torch.Tensor]:
-        return [result_of(*some) for some in zip(found[0], wires, tensors, strict=True)]
-
-    return MappedHandle([flight], finish), counts
+    return _results(handle, wires, tensors), counts
 
 
 def _alltoall(
@@ -690,9 +673,9 @@ def _alltoall(
     is_awaited: bool = False,
 ) -> tuple[GroupHandle, list[int]]:
     wire = rows_of(tensor, name)
-    code = wire_dtype(wire.dtype, name or "tensor")
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    flight, received = ops.start_alltoall(
-        view_of(wire), counts, name, process_set, dtype=code, is_awaited=is_awaited
-    )
-    return MappedHandle([flight], lambda found: result_of(found[0], wire, tensor)), received
+    handle, received = ops.start_alltoall(
+        view_of(wire), counts, name, process_set, dtype=WIRE_DTYPES[wire.dtype],
+        is_awaited=is_awaited,
+    )  # fmt: skip
+    return MappedHandle([handle], lambda found: result_of(found[0], wire, tensor)), received

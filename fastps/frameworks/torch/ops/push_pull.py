@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""push_pull on torch tensors: four forms, handles, and the gradient through the first.
+"""push_pull on torch tensors: four forms, their handles, and the gradient of push_pull().
 
-Positional order is that of BytePS: tensor, average, name, version, priority; a text in the second
-place is the name, as in the NumPy face. A name is required:
-it is how workers agree on which tensors belong together, and a made-up one would differ between
-ranks or cost server memory at each call. Out-of-place forms accept any dense CPU tensor and copy
-what is not contiguous; in-place forms write where the tensor is and refuse what is not.
+The order of arguments is that of BytePS: tensor, average, name, version, priority; a string in
+the second place is the name, as in fastps.push_pull(). A name is required: workers match tensors
+by it, and a generated one would differ between ranks or cost server memory at each call.
+Out-of-place forms accept any dense CPU tensor and copy one that is not contiguous; in-place forms
+write into the tensor, which must be contiguous.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,20 +37,18 @@ from fastps.session import current
 from fastps.worker.handle import MappedHandle, Waitable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pending:
-    """An operation under way: give it to poll() and synchronize()."""
+class Pending(NamedTuple):
+    """An operation in flight, for poll() and synchronize()."""
 
     handle: Waitable
     output: torch.Tensor
-    name: str
 
 
 def declare(name: str, tensor: torch.Tensor) -> None:
-    """Make a tensor known before its first use, so that the first use need not wait for it.
+    """Declare a tensor before its first use, so that the first use does not block for it.
 
     Only shape and dtype matter. Blocks until the servers are ready for it. MismatchError, here
-    or at the first use, when another worker declares it differently.
+    or at the first use, if another worker declares it differently.
     """
     check_name(name, "declare")
     check_tensor(tensor, name)
@@ -65,11 +62,11 @@ def push_pull_async(
     version: int = 0,
     priority: int = 0,
 ) -> Pending:
-    """Start adding a tensor over all workers; synchronize() gives a new tensor.
+    """Start to average or sum a tensor over all workers; synchronize() returns a new tensor.
 
     Larger priorities go first. `version` is accepted for scripts written for BytePS and not
     needed. Do not write to a contiguous tensor before the operation has ended. The result does
-    not take part in autograd; push_pull() does. NaN and infinity pass through.
+    not take part in autograd; that of push_pull() does. NaN and infinity pass through.
     """
     average, name = _named(average, name, "push_pull_async")
     _checked(tensor, name, average)
@@ -87,18 +84,18 @@ def push_pull_async_inplace(
     version: int = 0,
     priority: int = 0,
 ) -> Pending:
-    """Start adding a tensor over all workers, in place; synchronize() gives the same tensor.
+    """Start to average or sum a tensor over all workers in place; synchronize() returns it.
 
-    As push_pull_async(), but the result lands in the tensor, which must be contiguous
-    (ValueError) and no intermediate result that autograd follows (ValueError). On a parameter it
-    acts on the data, as an operation under torch.no_grad() does.
+    As push_pull_async(), but the result is written into the tensor. ValueError for a tensor that
+    is not contiguous, or is an intermediate result of autograd. On a parameter it acts on the
+    data, as an operation under torch.no_grad() does.
     """
     average, name = _named(average, name, "push_pull_async_inplace")
     _check_in_place(_checked(tensor, name, average), name)
     started = _start(tensor, tensor, name, average, priority)
     mark_written(tensor)
     handle = MappedHandle([started.handle], lambda _: mark_written(tensor))
-    return Pending(handle, tensor, name)
+    return Pending(handle, tensor)
 
 
 def push_pull(
@@ -110,12 +107,11 @@ def push_pull(
     compression: Compressing = Compression.none,
     rule: Rule = None,
 ) -> torch.Tensor:
-    """Add a tensor over all workers into a new tensor.
+    """Average or sum a tensor over all workers into a new tensor; blocks.
 
-    compression: one of Compression, or what fastps.push_pull() takes; rule: as there, for the
-    gradient too. Blocks. Autograd follows
-    it: the gradient is the push_pull of the results' gradients, with
-    the same operation, under the name '<name>.gradient'; all workers must run backward then.
+    compression and rule: as of fastps.push_pull(), or one of Compression; both also apply to the
+    gradient. Autograd differentiates it: the gradient is the push_pull of the results' gradients
+    with the same operation, under the name '<name>.gradient'. So all workers must run backward.
     """
     average, name = _named(average, name, "push_pull")
     _checked(tensor, name, average)
@@ -129,7 +125,7 @@ def push_pull_inplace(
     version: int = 0,
     priority: int = 0,
 ) -> torch.Tensor:
-    """Add a tensor over all workers in place; blocks and gives the tensor back."""
+    """Average or sum a tensor over all workers in place, and return it; blocks."""
     average, name = _named(average, name, "push_pull_inplace")
     pending = push_pull_async_inplace(tensor, average, name, version, priority)
     pending.handle.wait()
@@ -137,12 +133,12 @@ def push_pull_inplace(
 
 
 def poll(handle: Pending | MappedHandle[Any]) -> bool:
-    """Return whether an operation has ended, well or not; never blocks."""
+    """Return whether an operation has ended, with or without an error; never blocks."""
     return handle.poll() if isinstance(handle, MappedHandle) else _pending(handle).handle.poll()
 
 
 def synchronize(handle: Pending | MappedHandle[Any], *, timeout_s: float | None = None) -> Any:
-    """Wait for an operation and give its result; raise its error.
+    """Wait for an operation and return its result, or raise its error.
 
     Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
     """
@@ -153,7 +149,7 @@ def synchronize(handle: Pending | MappedHandle[Any], *, timeout_s: float | None 
 
 
 class _PushPull(torch.autograd.Function):
-    """push_pull() as a function that autograd can go back through."""
+    """push_pull() as a function that autograd can differentiate."""
 
     @staticmethod
     def forward(
@@ -177,7 +173,7 @@ class _PushPull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Add the gradients in the same way; one gradient per input of forward."""
+        """Return the push_pull of the gradient; None for the other inputs of forward."""
         return _apply(gradient, *ctx.how), None, None, None, None, None
 
 
@@ -194,14 +190,14 @@ def _start(
     handle = current.current().push_pull_async(
         array, name, average=average, priority=priority, out=out, dtype=code
     )
-    return Pending(handle, output, name)
+    return Pending(handle, output)
 
 
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
     check_tensor(tensor, name)
     if average and tensor.dtype is torch.bool:
         raise ValueError(
-            f"tensor {name!r} is bool, which has no average: use average=False (logical or)"
+            f"tensor {name!r} is bool, which has no average: pass average=False (logical or)"
         )
     return tensor
 
@@ -221,14 +217,17 @@ def _check_in_place(tensor: torch.Tensor, name: str) -> None:
 
 
 def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]:
-    """Return average and name, given in either order; ValueError without a name."""
+    """Return average and name, passed in either order; ValueError without a name."""
     if isinstance(average, str) and name is None:
         return True, check_name(average, call)
     if isinstance(average, str):
-        raise TypeError(f"{call}: average={average!r} is a text, and the name is {name!r}")
+        raise TypeError(
+            f"{call}(tensor, average, name): average must be True or False, not {average!r}, as "
+            f"the name is {name!r}"
+        )
     if not isinstance(average, bool | int):
         what = type(average).__name__
-        raise TypeError(f"{call}(tensor, name): average is True or False, not of type {what}")
+        raise TypeError(f"{call}(tensor, name): average must be True or False, not of type {what}")
     return average, check_name(name, call)
 
 
@@ -236,5 +235,6 @@ def _pending(handle: Pending) -> Pending:
     if isinstance(handle, Pending):
         return handle
     raise TypeError(
-        f"a handle from push_pull_async() is needed, not {type(handle).__name__} {handle!r:.40}"
+        "poll() and synchronize() need the handle of an operation, as push_pull_async() returns, "
+        f"not {type(handle).__name__} {handle!r:.40}"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain values with tensors in them, taken apart: each kind travels in its own way. Pure."""
+"""Plain values with tensors in them, taken apart, since tensors travel separately. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def take_out(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
-    """Replace each tensor by a tuple of the mark, which nothing else contains, and its place."""
+    """Replace each tensor by a tuple of the mark, which is unique, and its place in `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return mark, len(tensors) - 1
@@ -27,7 +27,7 @@ def take_out(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def _like(value: Any, items: Iterable[Any]) -> Any:
-    """Make a container of the items: of the kind that the value is, where that can travel."""
+    """Return a container of the items, of the value's type if that type can travel."""
     if isinstance(value, dict):
         return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
     if isinstance(value, list):
@@ -48,7 +48,7 @@ def put_back(value: Any, mark: str, tensors: list[torch.Tensor]) -> Any:
 
 
 def _taken_out(value: tuple[Any, ...], tensors: list[torch.Tensor]) -> Any:
-    """Return what a tuple with the mark stands for."""
+    """Return the tensor, size or dtype that a tuple with the mark stands for."""
     if len(value) == 2:
         return tensors[value[1]]
     return torch.Size(value[2]) if value[1] == "Size" else getattr(torch, value[2])

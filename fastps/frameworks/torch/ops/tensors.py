@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From torch tensors to what a session takes: checks, NumPy views without a copy, submits.
+"""From torch tensors to arrays for a session: checks, NumPy views without a copy, submits.
 
-The only place that knows how torch's dtypes are called on the wire. A view shares the tensor's
-memory and, because it is a NumPy array, keeps the storage alive and fixed in size while an
-operation is in flight. Holds no state; called from the thread that runs the operation.
+The only place that maps torch's dtypes to wire codes. A view shares the tensor's memory and,
+because it is a NumPy array, keeps the storage alive and fixed in size while an operation is in
+flight. Holds no state; called from the thread that runs the operation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Array = NDArray[np.generic]
 
 
 def wire_dtype(dtype: torch.dtype, name: str) -> DType:
-    """Return the wire code of a torch dtype; TypeError lists what is supported."""
+    """Return the wire code of a torch dtype; TypeError lists the supported dtypes."""
     code = WIRE_DTYPES.get(dtype)
     if code is None:
         supported = ", ".join(str(known).removeprefix("torch.") for known in WIRE_DTYPES)
@@ -37,7 +37,7 @@ def wire_dtype(dtype: torch.dtype, name: str) -> DType:
 
 
 def check_tensor(tensor: object, name: str) -> torch.Tensor:
-    """Return the tensor back if its memory can be sent: dense, on the CPU, of a known dtype."""
+    """Return the tensor if its memory can be sent: dense, on the CPU, of a supported dtype."""
     found = require_array(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype, name)
@@ -45,7 +45,7 @@ def check_tensor(tensor: object, name: str) -> torch.Tensor:
 
 
 def require_array(tensor: object, name: str | None = None) -> torch.Tensor:
-    """Return what is a tensor; TypeError says what to do with anything else."""
+    """Return the tensor; TypeError with a hint for anything else."""
     if isinstance(tensor, torch.Tensor):
         return tensor
     cure = "pass torch.as_tensor(...)"
@@ -56,43 +56,46 @@ def require_array(tensor: object, name: str | None = None) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements are in memory of this process, and nothing is unusual."""
+    """Return whether this is a plain tensor: dense, on the CPU, of no other subclass."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested
     return type(tensor) in _PLAIN and tensor.is_cpu and is_dense
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Raise TypeError where a tensor's elements are not all in memory of this process."""
+    """Raise TypeError unless a tensor's elements are all in memory of this process."""
     if is_plain(tensor):
         return
     if tensor.is_nested:
         raise TypeError(
-            f"tensor {name!r} is nested, and workers cannot add parts of different sizes: pass "
-            "each tensor of tensor.unbind(), or torch.nested.to_padded_tensor(tensor, 0.0)"
+            f"tensor {name!r} is nested, and nested tensors are not supported: pass each tensor "
+            "of tensor.unbind(), or torch.nested.to_padded_tensor(tensor, 0.0)"
         )
     if isinstance(tensor, torch.masked.MaskedTensor):
         raise TypeError(
-            f"tensor {name!r} is masked, and its masked elements have no values to add: pass "
-            "tensor.to_tensor(0.0), or another value in their place"
+            f"tensor {name!r} is masked, and masked tensors are not supported: pass "
+            "tensor.to_tensor(0.0), or another value for the masked elements"
         )
     if type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__"):
         raise TypeError(
-            f"{name!r} is a {type(tensor).__name__}, but only plain tensors are added: every "
-            "worker holds the whole model, so leave out what takes it apart, as fully_shard()"
+            f"tensor {name!r} is a {type(tensor).__name__}, and only plain tensors are supported: "
+            "every worker needs the whole model, so do not shard it, as by fully_shard()"
         )
     if tensor.layout != torch.strided:
         raise TypeError(
-            f"tensor {name!r} is sparse ({tensor.layout}), and no worker had such a gradient in "
-            "the first step, or it is no gradient: use tensor.to_dense(), sparse_as_dense=True of "
-            "DistributedOptimizer, or nn.Embedding(..., sparse=False)"
+            f"tensor {name!r} is sparse ({tensor.layout}), which is supported for gradients that "
+            "some worker had as sparse in the first step: use tensor.to_dense(), "
+            "sparse_as_dense=True of DistributedOptimizer, or nn.Embedding(..., sparse=False)"
         )
     if tensor.is_meta:
         raise TypeError(
-            f"tensor {name!r} is on meta, without any values: call module.to_empty(device='cpu') "
-            "and give it some first"
+            f"tensor {name!r} is on meta and has no values: call "
+            "module.to_empty(device='cpu') and initialise it first"
         )
     if tensor.device.type != "cpu":
-        raise TypeError(f"tensor {name!r} is on {tensor.device}; use tensor.cpu()")
+        raise TypeError(
+            f"tensor {name!r} is on {tensor.device}, and only CPU tensors are supported: use "
+            "tensor.cpu()"
+        )
 
 
 def real_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,13 +104,13 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:
-    """Return whether the elements lie in memory one after the other, as they are read."""
+    """Return whether memory holds the elements' values contiguously, without lazy changes."""
     is_as_read = not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
     return tensor.is_contiguous() and is_as_read
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without its graph and contiguous: itself where it is so already."""
+    """Return the tensor without its graph and contiguous; a copy only where needed."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain._is_zerotensor():  # of autograd: zeros without memory
         return torch.zeros_like(plain)
@@ -118,19 +121,19 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
     """Raise ValueError for zeros of autograd that have no memory to be written to."""
     if tensor._is_zerotensor():
         raise ValueError(
-            f"tensor {name!r} is a zero tensor of autograd, without memory to write to: pass its "
-            "clone()"
+            f"tensor {name!r} is a zero tensor of autograd, without memory to write to: pass "
+            "tensor.clone()"
         )
 
 
 def write_over(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a tensor of as many elements over another; what expand() made several of, once."""
+    """Copy a tensor into one with as many elements; write an element of expand() once."""
     once = tuple(slice(None) if stride else slice(1) for stride in target.stride())
     target.detach()[once].copy_(source.view(target.shape)[once])
 
 
 def view_of(tensor: torch.Tensor) -> Array:
-    """Return the tensor's memory as an array, bfloat16 as uint16; the tensor is contiguous."""
+    """Return a contiguous tensor's memory as an array, bfloat16 as uint16."""
     plain = tensor.detach()
     if plain.dtype is torch.bfloat16:
         plain = plain.view(torch.uint16)
@@ -139,10 +142,10 @@ def view_of(tensor: torch.Tensor) -> Array:
 
 
 def mark_written(*tensors: torch.Tensor) -> None:
-    """Tell autograd that the tensors' memory changes, which it cannot see by itself.
+    """Increment the tensors' versions: their memory changes without autograd's knowledge.
 
-    An operation that writes does so when it starts, for values that autograd saved before, and
-    when its results are handed over, for values that were saved while it was in flight.
+    Operations that write call it at the start, for values that autograd saved before, and at the
+    end, for values that were saved while they were in flight.
     """
     for tensor in tensors:
         if not tensor.is_inference():
@@ -152,8 +155,8 @@ def mark_written(*tensors: torch.Tensor) -> None:
 def version_of(tensor: torch.Tensor) -> int:
     """Return the number of writes torch has seen to the tensor's memory.
 
-    Views of one storage are counted together, so for a part of a storage this gives 0: nobody
-    can tell then who wrote.
+    Views of one storage share a counter, so for a part of a storage this returns 0: it is unknown
+    which part was written.
     """
     if tensor.is_inference() or tensor.untyped_storage().nbytes() != tensor.nbytes:
         return 0
@@ -161,7 +164,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def make_room(session: Session, count: int, code: DType) -> Array:
-    """Make a flat array of zeros, bfloat16 as uint16, in memory that workers share if they can."""
+    """Return a flat array of zeros, bfloat16 as uint16, in shared memory if there is any."""
     array: Array
     if count and getattr(session, "can_share", False):
         array = session.empty((count,), code)
@@ -183,9 +186,9 @@ def tensor_over(array: Array, dtype: torch.dtype) -> torch.Tensor:
 
 
 def free_name(session: Session, name: str, shape: tuple[int, ...], code: DType) -> str:
-    """Return the name, with a number where it stands for an array of another shape already.
+    """Return the name, with a number if it is in use for an array of another shape.
 
-    Workers that use names alike get the same one; MismatchError comes where their shapes differ.
+    Workers that use the same names get the same number; MismatchError comes if shapes differ.
     """
     if session.config.goes_on:  # where nothing is declared
         return name
@@ -202,9 +205,9 @@ def submit_push_pull(
     priorities: Sequence[int],
     **options: Any,
 ) -> list[tuple[Handle[Any], list[int]]]:
-    """Start push_pull of arrays in place; give handles and the positions they cover.
+    """Start push_pull of arrays in place, in one submit per dtype.
 
-    One submit per dtype.
+    Returns the handles, with the positions of their arrays.
     """
     started: list[tuple[Handle[Any], list[int]]] = []
     for code, places in _by_dtype(codes):
@@ -223,7 +226,7 @@ def submit_broadcast(
 ) -> list[Handle[Any]]:
     """Start broadcasts of contiguous tensors in place; one submit and handle per dtype.
 
-    Where the job goes on without the lost, this blocks until they are done.
+    Where the job goes on without lost workers, this blocks until they are done.
     """
     handles: list[Handle[Any]] = []
     codes = [wire_dtype(tensor.dtype, name) for tensor, name in zip(tensors, names, strict=True)]
@@ -239,7 +242,7 @@ def submit_broadcast(
 
 
 def _by_dtype(codes: Sequence[DType]) -> list[tuple[DType, list[int]]]:
-    """Sort positions by dtype, because one submit has one."""
+    """Group positions by dtype: a submit has one dtype."""
     places: dict[DType, list[int]] = {}
     for place, code in enumerate(codes):
         places.setdefault(code, []).append(place)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as they travel in the operations of collectives.py, and results as what was given.
+"""The tensors that the operations of collectives.py send, and their results as users' tensors.
 
-Complex numbers travel as pairs of floats, what is not contiguous as a copy. Threads: any.
+Complex numbers travel as pairs of floats, and tensors that are not contiguous as copies. Threads:
+any.
 """
 
 from __future__ import annotations
@@ -30,29 +31,32 @@ from fastps.worker.handle import scale
 def wire_of(
     tensor: torch.Tensor, name: str | None, op: Op = Sum, *, factor: float = 1.0
 ) -> torch.Tensor:
-    """Return the tensor as it travels, times a factor: contiguous, complex as pairs of floats."""
+    """Return the tensor to send, times a factor: contiguous, complex as pairs of floats."""
     label, plain = name or "tensor", require_array(tensor, name).detach()
     if plain.is_complex():
         if op not in (Sum, Average):
-            raise TypeError(f"{label!r} is complex, and complex numbers have no {op.value}")
+            raise TypeError(
+                f"tensor {label!r} is {tensor.dtype}, and complex numbers support op=Average and "
+                f"op=Sum only, not {op.value}"
+            )
         plain = torch.view_as_real(plain.resolve_conj())
     return scaled(sendable(check_tensor(plain, label)), factor)
 
 
 def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Return a tensor to write to, or raise ValueError where autograd would not see it."""
+    """Return a tensor to write to; ValueError where autograd would miss the write."""
     check_memory(require_array(tensor, name), name or "tensor")
     check_writable(tensor, name or "tensor")
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise ValueError(
-            "the tensor is a result that autograd follows, which would not see an in-place "
-            "change: use the form without underscore, or tensor.detach()"
+            f"{name or 'the tensor'!r} is an intermediate result of autograd, which would not see "
+            "the in-place change: use the form without underscore, or tensor.detach()"
         )
     return tensor.detach()
 
 
 def result_of(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an operation's array as a tensor like the one that was given."""
+    """Return an operation's result as a tensor like the user's."""
     found = tensor_over(array, wire.dtype)
     return torch.view_as_complex(found) if tensor.is_complex() else found
 
@@ -60,7 +64,7 @@ def result_of(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.T
 def stored(
     array: Array, wire: torch.Tensor, target: torch.Tensor, tensor: torch.Tensor
 ) -> torch.Tensor:
-    """Return the tensor, once an array that came for it is there."""
+    """Write an operation's result to the user's tensor, unless it lies there; return that."""
     if wire.data_ptr() != target.data_ptr():
         write_over(target, result_of(array, wire, tensor))
     else:
@@ -69,7 +73,7 @@ def stored(
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return a tensor that can be sent times a factor: a new one, unless that is 1."""
+    """Return a tensor times a factor, ready to be sent: a new one, unless the factor is 1."""
     if factor == 1.0:
         return tensor
     made = sendable(tensor).clone(memory_format=torch.contiguous_format)
@@ -79,5 +83,5 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Return the tensor as it travels, one number as a row."""
+    """Return the tensor to send; a scalar becomes one row."""
     return wire_of(tensor if require_array(tensor, name).dim() else tensor.reshape(1), name)
