@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where BlueFog has its graphs."""
+"""BlueFog's place of its graphs: bluefog.common.topology_util."""
 
 from fastps.bluefog.common import topology_util
 

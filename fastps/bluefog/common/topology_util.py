@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs by BlueFog's names, as networkx.DiGraph. Only hands on what fastps.topology has."""
+"""Graphs by BlueFog's names, as networkx.DiGraph. Only hands on those of fastps.topology."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ExponentialGraph(size: int, base: int = 2) -> Any:
 
 
 def SymmetricExponentialGraph(size: int, base: int = 4) -> Any:
-    """Connect each worker to those a power of base away, the shorter way round."""
+    """Connect each worker to those a power of base away, in the shorter direction."""
     return to_networkx(graphs.symmetric_exponential_graph(size, base))
 
 
@@ -42,7 +42,7 @@ def MeshGrid2DGraph(size: int, shape: tuple[int, int] | None = None) -> Any:
 
 
 def FullyConnectedGraph(size: int) -> Any:
-    """Connect everybody to everybody."""
+    """Connect each worker to all others."""
     return to_networkx(graphs.fully_connected_graph(size))
 
 
@@ -52,31 +52,31 @@ def HyperCubeGraph(size: int) -> Any:
 
 
 def InnerOuterRingGraph(world_size: int, local_size: int) -> Any:
-    """Connect everybody inside a machine, and each worker to its like on the next machine."""
+    """Connect all workers of a machine, and each to its counterpart on the next machine."""
     return to_networkx(graphs.inner_outer_ring_graph(world_size, local_size))
 
 
 def InnerOuterExp2Graph(world_size: int, local_size: int) -> Any:
-    """Connect everybody inside a machine, and each worker to its like 1, 2, 4, ... machines on."""
+    """Connect all workers of a machine, and each to its counterparts 1, 2, 4, ... machines on."""
     return to_networkx(graphs.inner_outer_exp2_graph(world_size, local_size))
 
 
 def GetInnerOuterRingDynamicSendRecvRanks(
     world_size: int, local_size: int, self_rank: int
 ) -> Iterator[graphs.Turn]:
-    """Yield whom to send to and receive from, as fastps.topology.inner_outer_ring_rounds()."""
+    """Yield ranks to send to and receive from, as fastps.topology.inner_outer_ring_rounds()."""
     return graphs.inner_outer_ring_rounds(world_size, local_size, self_rank)
 
 
 def GetInnerOuterExpo2DynamicSendRecvRanks(
     world_size: int, local_size: int, self_rank: int
 ) -> Iterator[graphs.Turn]:
-    """Yield whom to send to and receive from, as fastps.topology.inner_outer_exp2_rounds()."""
+    """Yield ranks to send to and receive from, as fastps.topology.inner_outer_exp2_rounds()."""
     return graphs.inner_outer_exp2_rounds(world_size, local_size, self_rank)
 
 
 def GetDynamicOnePeerSendRecvRanks(topo: Any, self_rank: int) -> Iterator[graphs.Turn]:
-    """Yield whom to send to and receive from, as fastps.topology.one_peer()."""
+    """Yield ranks to send to and receive from, as fastps.topology.one_peer()."""
     return graphs.one_peer(as_topology(topo), self_rank)
 
 
@@ -89,17 +89,17 @@ def GetExp2DynamicSendRecvMachineRanks(
 
 
 def GetRecvWeights(topo: Any, rank: int) -> tuple[float, dict[int, float]]:
-    """Return a worker's own weight, and those of what it receives."""
+    """Return a worker's own weight, and the weight of each rank that it receives from."""
     return as_topology(topo).receive_weights(rank)
 
 
 def GetSendWeights(topo: Any, rank: int) -> tuple[float, dict[int, float]]:
-    """Return a worker's own weight, and those that others give to what it sends."""
+    """Return a worker's own weight, and its weight at each rank that it sends to."""
     return as_topology(topo).send_weights(rank)
 
 
 def IsTopologyEquivalent(topo1: Any, topo2: Any) -> bool:
-    """Return whether two graphs have the same edges and weights; None is like no other."""
+    """Return whether two graphs have the same edges and weights; False for None."""
     if topo1 is None or topo2 is None:
         return False
     return as_topology(topo1) == as_topology(topo2)
@@ -113,7 +113,7 @@ def IsRegularGraph(topo: Any) -> bool:
 def InferSourceFromDestinationRanks(
     dst_ranks: Sequence[int], construct_adjacency_matrix: bool = False
 ) -> Any:
-    """Return the ranks that send to this worker, and maybe the matrix of all; all call it."""
+    """Return the ranks that send to this worker, or also the matrix of all; all call it."""
     found, topology = neighbors.infer_source_from_destination_ranks(dst_ranks)
     return (found, topology.weights) if construct_adjacency_matrix else found
 
@@ -121,12 +121,12 @@ def InferSourceFromDestinationRanks(
 def InferDestinationFromSourceRanks(
     src_ranks: Sequence[int], construct_adjacency_matrix: bool = False
 ) -> Any:
-    """Return whom this worker sends to, and maybe the matrix of all; all workers call it."""
+    """Return the ranks that this worker sends to, or also the matrix of all; all call it."""
     found, topology = neighbors.infer_destination_from_source_ranks(src_ranks)
     return (found, topology.weights) if construct_adjacency_matrix else found
 
 
-# Names of BlueFog before 0.3, which its own README still has.
+# Names of BlueFog before 0.3, which are still in its README.
 PowerTwoRingGraph = ExponentialTwoGraph
 PowerGraph = ExponentialGraph
 SymmetricPowerGraph = SymmetricExponentialGraph

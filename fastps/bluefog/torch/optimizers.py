@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of bluefog.torch: those of fastps.torch, with what BlueFog's have besides.
+"""The optimizers of bluefog.torch: those of fastps.torch, with extra passes and a timeline.
 
-More backward passes before step() than num_steps_per_communication says are an error in
-fastps.torch. BlueFog warns and goes on, and so do these; no gradient is lost. Threads: hooks run
-where forward and backward do.
+With fastps.torch more backward passes before step() than num_steps_per_communication are an error.
+BlueFog warns and goes on, and so do these; no gradient is lost. Threads: hooks run in the threads
+of forward and backward.
 """
 
 from __future__ import annotations
@@ -20,27 +20,15 @@ import fastps.torch as fps
 from fastps.frameworks.torch.decentralized.optimizer import AdaptThenCombine, Algorithm
 from fastps.frameworks.torch.optimizer.synchronous import SynchronizedOptimizer
 from fastps.session.current import current
-from fastps.torch import CommunicationType
 
-__all__ = [
-    "CommunicationType",
-    "DistributedAdaptThenCombineOptimizer",
-    "DistributedAdaptWithCombineOptimizer",
-    "DistributedAllreduceOptimizer",
-    "DistributedGradientAllreduceOptimizer",
-    "DistributedHierarchicalNeighborAllreduceOptimizer",
-    "DistributedNeighborAllreduceOptimizer",
-    "DistributedPullGetOptimizer",
-    "DistributedPushSumOptimizer",
-    "DistributedWinPutOptimizer",
-]
+CommunicationType = fps.CommunicationType
 
 
-class _Extras:
-    """What an optimizer of BlueFog does besides: it forgives passes, and shows layers."""
+class _BlueFogExtras:
+    """Tolerance for extra backward passes, and layers in the timeline, as BlueFog has them."""
 
     def __init__(self, optimizer: Any, models: list[torch.nn.Module]) -> None:
-        """Watch forward passes, and give the optimizer two methods more."""
+        """Watch forward passes, and add the two methods of the timeline to the optimizer."""
         self._optimizer, self._models = optimizer, models
         self._has_warned = False
         self._hooks: list[Any] = []  # of the timeline
@@ -52,16 +40,16 @@ class _Extras:
             turn_on_timeline=self.turn_on_timeline, turn_off_timeline=self.turn_off_timeline
         )
 
-    # ---- more passes than were announced ----
+    # ---- extra passes ----
 
     def _forward(self, module: torch.nn.Module, _inputs: Any) -> None:
-        """Make room for one pass more, if all passes have been and no step() after them."""
+        """Allow one more pass, if all announced passes are done and step() was not called."""
         if not (module.training and torch.is_grad_enabled()):
             return
         if isinstance(self._optimizer, SynchronizedOptimizer):
             if self._optimizer._exchange.round.in_flight:
                 self._warn("gradients are averaged after each")
-                self._optimizer.synchronize()  # what comes is added to the average
+                self._optimizer.synchronize()  # later gradients are added to the average
             return
         algorithm: Algorithm = self._optimizer._algorithm
         is_whole = max(algorithm._counts.values(), default=0) >= algorithm.passes
@@ -80,17 +68,17 @@ class _Extras:
             self._has_warned = True
             warnings.warn(
                 "Unexpected behavior: more backward passes before step() than "
-                f"num_steps_per_communication says; {what}. Make it as many",
+                f"num_steps_per_communication; {what}. Raise num_steps_per_communication",
                 stacklevel=2,
             )
 
     # ---- the timeline ----
 
     def turn_on_timeline(self, _model: Any = None) -> None:
-        """Show in the timeline how long the forward of each layer and each gradient take."""
+        """Record each layer's forward pass and each gradient's time in the timeline."""
         self.turn_off_timeline()
         for model in self._models:
-            ended = [0]  # when forward did
+            ended = [0]  # the end of the forward pass, in ns
             model_hook = functools.partial(_note_end, ended)
             self._hooks.append(model.register_forward_hook(model_hook))
             for name, layer in model.named_modules():
@@ -108,7 +96,7 @@ class _Extras:
                     self._hooks.append(hooked.register_post_accumulate_grad_hook(show_gradient))
 
     def turn_off_timeline(self) -> None:
-        """Show it no more."""
+        """Stop recording layers and gradients."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -145,7 +133,7 @@ def _extended(make: Callable[..., Any]) -> Callable[..., Any]:
     def run(optimizer: Any, model: Any, *args: Any, **options: Any) -> Any:
         found = make(optimizer, model, *args, **options)
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        _Extras(found, models)
+        _BlueFogExtras(found, models)
         return found
 
     return run

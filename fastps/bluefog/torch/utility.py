@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and states of optimizers, to be the same on all workers: bluefog.torch.utility."""
+"""Parameters and optimizer states made the same on all workers: bluefog.torch.utility."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from collections.abc import Iterable, Mapping
 import torch
 
 import fastps.torch as fps
-
-__all__ = [
-    "allreduce_parameters",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
 
 Parameters = (
     Mapping[str, torch.Tensor] | Iterable[tuple[str | None, torch.Tensor]] | Iterable[torch.Tensor]
@@ -33,7 +27,7 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
 
 
 def allreduce_parameters(params: Parameters) -> None:
-    """Overwrite tensors on all workers with their average; integers are left alone."""
+    """Overwrite tensors on all workers with their average; skip integers."""
     fps.average_parameters([(name or str(place), one)
                             for place, (name, one) in enumerate(_pairs(params))])  # fmt: skip
 
@@ -44,9 +38,11 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
 
 
 def _pairs(params: Parameters) -> list[tuple[str | None, torch.Tensor]]:
-    """Pair tensors with their names, or None, which belong together by their order then."""
+    """Return pairs of name and tensor; name None for tensors that are matched by order."""
     if isinstance(params, Mapping):
         return list(params.items())
     if isinstance(params, torch.Tensor | str):
-        raise ValueError(f"parameters are a dict or a list, not {type(params).__name__}")
+        raise ValueError(
+            f"params must be a dict, or a list of tensors or pairs, not {type(params).__name__}"
+        )
     return [one if isinstance(one, tuple) else (None, one) for one in params]
