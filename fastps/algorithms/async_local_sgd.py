@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local steps without rounds: servers hold the model, workers add what they changed.
+"""Local steps without rounds: servers hold the model, and workers add their changes.
 
-Every H steps a worker adds alpha(s) (own - base) to what servers hold, where base is what it had
-from them last and s its staleness, the updates of others that were added since; then it goes on
-from what is there. FedAsync (Xie, Koyejo and Gupta, "Asynchronous federated optimization", 2019,
-sections 4 and 5.2), with changes in place of models, as ZenoPS has it. After each local step
-own <- (1 - rho) own + rho base pulls it back to where it began: the proximal term, in closed form.
-Nobody waits for anybody.
+Every H steps a worker adds alpha(s) (own - base) to the servers' values, where base is the last
+values that it got from them, and s its staleness: the number of other workers' updates since.
+Then it takes over the servers' values. This is FedAsync (Xie, Koyejo and Gupta, "Asynchronous
+federated optimization", 2019, sections 4 and 5.2), with changes instead of models, as in ZenoPS.
+After each local step own <- (1 - rho) own + rho base pulls back to the base: the proximal term, in
+closed form. Workers do not wait for each other.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Schedule: TypeAlias = Callable[[float], float]
 
 
 class Constant(NamedTuple):
-    """Take alpha of every update, however stale."""
+    """Add the share alpha of every update, whatever its staleness."""
 
     alpha: float = 0.8
 
@@ -39,7 +39,7 @@ class Constant(NamedTuple):
 
 
 class Polynomial(NamedTuple):
-    """Take alpha (1 + s)^-a of an update of staleness s; FedAsync, section 5.2."""
+    """Add the share alpha (1 + s)^-a of an update of staleness s; FedAsync, section 5.2."""
 
     alpha: float = 0.8
     a: float = 0.5
@@ -50,7 +50,7 @@ class Polynomial(NamedTuple):
 
 
 class Hinge(NamedTuple):
-    """Take alpha up to a staleness of b, then alpha / (1 + a (s - b)); FedAsync, section 5.2."""
+    """Add the share alpha up to staleness b, then alpha / (1 + a (s - b)); FedAsync, 5.2."""
 
     alpha: float = 0.8
     a: float = 10.0
@@ -62,26 +62,27 @@ class Hinge(NamedTuple):
 
 
 class AsyncSteps(Blocks):
-    """Add what local steps change to what servers hold; subclasses know what a tensor is."""
+    """Add the changes of local steps to the servers' values; subclasses know tensors."""
 
     def __init__(
         self, named: Sequence[tuple[str, Any]], *, sync_every: int, alpha: float | Schedule,
-        proximal: float, lots: ParticipationSchedule, compression: Any, prefix: str,
+        proximal: float, schedule: ParticipationSchedule, compression: Any, prefix: str,
     ) -> None:  # fmt: skip
-        """Let servers hold rank 0's values, and take them over; blocks."""
+        """Make servers hold rank 0's values, and take them over; blocks."""
         if sync_every < 1 or not 0 <= proximal < 1:
             raise ValueError(
-                f"sync_every={sync_every} is 1 or more, proximal={proximal} 0 to below 1"
+                f"sync_every must be >= 1, and proximal >= 0 and < 1, got {sync_every=} and "
+                f"{proximal=}"
             )
         self.alpha: Any = alpha if callable(alpha) else Constant(float(alpha))
         self.sync_every, self.proximal, self.steps = sync_every, proximal, 0
         self.staleness, self.share = 0.0, _checked(self.alpha(0.0))
-        self._lots, self.exchanges = lots, 0
-        if lots.skips and current().can_share:
+        self._schedule, self.exchanges = schedule, 0
+        if schedule.skips and current().can_share:
             raise ConfigError(
-                "workers that share memory add first and go in step, so none can leave out what "
-                "others send: set FASTPS_SHARED_MEMORY=0 for all, or leave participation and "
-                "sparsity out"
+                "participation and sparsity need workers that do not share memory, as those add "
+                "their changes together: set FASTPS_SHARED_MEMORY=0 for all workers, or leave "
+                "both options out"
             )
         widened = [(own, self._widen(own)) for _, own in named]
         self._blocks = [Block(own, agreed, agreed) for own, agreed in widened]
@@ -100,7 +101,7 @@ class AsyncSteps(Blocks):
         """Return a tensor's memory as an array."""
 
     def advance(self) -> None:
-        """Count a step that was done; every sync_every-th adds what changed. Blocks for that."""
+        """Count a step that was done; every sync_every-th adds the changes, which blocks."""
         self.steps += 1
         if self.proximal:
             for block in self._blocks:
@@ -110,44 +111,37 @@ class AsyncSteps(Blocks):
             self.exchange()
 
     def exchange(self) -> None:
-        """Add what has changed since the last exchange, and go on from what servers hold then.
+        """Add the changes since the last exchange, and take over the servers' values; blocks.
 
-        But for what the lot leaves out of this exchange. staleness and share are those of this
-        exchange afterwards. Waits for no other worker.
+        Tensors that the schedule leaves out are not sent. Sets `staleness` and `share` to those of
+        this exchange. Waits for no other worker.
         """
         now = float(self._clock.push([np.zeros(1)])[0][0])
         self.staleness = max(now - self._stamp, 0.0)
         self.share = _checked(self.alpha(self.staleness))
-        gives = self._draw()
+        rank, size = current().rank, current().size
+        sent = self._schedule.sent_by(rank, size, self.exchanges, len(self._blocks))
+        self.exchanges += 1
         last = [
-            None if given else self._clone(block.agreed)
-            for block, given in zip(self._blocks, gives, strict=True)
+            None if is_sent else self._clone(block.agreed)
+            for block, is_sent in zip(self._blocks, sent, strict=True)
         ]
         self._held.push([
-            self._view(self.share * (self._exact(block) - block.base)) if given else None
-            for block, given in zip(self._blocks, gives, strict=True)
+            self._view(self.share * (self._exact(block) - block.base)) if is_sent else None
+            for block, is_sent in zip(self._blocks, sent, strict=True)
         ])  # fmt: skip
-        self._stamp = float(self._clock.push([np.full(1, float(any(gives)))])[0][0])
+        self._stamp = float(self._clock.push([np.full(1, float(any(sent)))])[0][0])
         for block, was in zip(self._blocks, last, strict=True):
-            self._give_back(block, was, 0.0, self._lots.error_reset)
-
-    def _draw(self) -> list[bool]:
-        """Draw which tensors this worker sends now."""
-        session, n = current(), len(self._blocks)
-        self.exchanges += 1
-        if not self._lots.skips:
-            return [True] * n
-        lots = self._lots.draw(session.size, 0, self.exchanges - 1, n)
-        return [bool(one) for one in lots[session.rank]]
+            self._give_back(block, was, 0.0, self._schedule.error_reset)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on, own values too; each worker saves its own.
+        """Return the state to resume from, with own values; each worker saves its own.
 
-        What servers hold is in rank 0's state, as it is at that moment: barrier() before and
-        after, and a run goes on from there as this one does. Blocks to read it; with a codec
-        everybody reads it whole, and workers that share memory call it alike.
+        Rank 0's state has the servers' present values: with a barrier() before and after, a run
+        resumes from there as this one goes on. Blocks to read them. With a codec all workers read
+        the whole values, and workers that share memory must all call it.
         """
         held: list[Array] = []
         if not current().rank or self._held.is_coded or current().can_share:
@@ -169,18 +163,24 @@ class AsyncSteps(Blocks):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(): servers hold what rank 0's says; all workers call it alike.
+        """Resume from a state_dict(); servers take rank 0's values. All workers call it.
 
-        What a worker had not sent yet is sent with what comes. Blocks; ValueError for a state of
-        another model.
+        Changes that a worker had not sent are sent with the next ones. Blocks; ValueError for a
+        state of another model.
         """
         given = state.get("blocks", ())
         if [row[1].shape for row in given] != [block.agreed.shape for block in self._blocks]:
-            raise ValueError("this is no state of an AsyncLocalSGD of this model")
+            raise ValueError(
+                "the state does not fit: it is not of an AsyncLocalSGD of this model; create it "
+                "with the options of the one that was saved"
+            )
         held, clock = self._held.arrays, np.zeros(1)
         if not current().rank:
             if state["held"] is None:
-                raise ValueError("this is another worker's state: each loads its own")
+                raise ValueError(
+                    "rank 0 needs its own state, with the servers' values, and this is another "
+                    "worker's: load on each worker the state that it saved"
+                )
             *held, clock = [np.asarray(one) for one in state["held"]]
         self._held.seed(held)
         self._clock.seed([clock])
@@ -196,12 +196,12 @@ class AsyncSteps(Blocks):
 
 def _checked(share: float) -> float:
     if not 0 <= share < math.inf:
-        raise ValueError(f"alpha gave {share}, which is no share of an update")
+        raise ValueError(f"alpha must be, or return, a finite number >= 0, got {share}")
     return share
 
 
 class AsyncLocalSGD(ArrayBlocks, AsyncSteps):
-    """Train arrays with steps of one's own, and add what they change to what servers hold."""
+    """Train arrays with local steps, and add their changes to the arrays that servers hold."""
 
     def __init__(
         self,
@@ -217,15 +217,17 @@ class AsyncLocalSGD(ArrayBlocks, AsyncSteps):
         compression: Choice = None,
         prefix: str = "AsyncLocalSGD",
     ) -> None:
-        """Let servers hold rank 0's arrays and take them over; blocks.
+        """Make servers hold rank 0's arrays, and take them over; blocks.
 
-        parameters: C-contiguous arrays of floats by name, alike on all workers; written by
-        step(). The other keywords are those of fastps.torch.AsyncLocalSGD. Raises ValueError and
-        what fastps.ServerParameters does.
+        parameters: C-contiguous arrays of floats by name, of the same shapes on all workers;
+        written by step(). The other keywords are those of fastps.torch.AsyncLocalSGD. Raises
+        ValueError and what fastps.ServerParameters does.
         """
         super().__init__(
             list(parameters.items()), sync_every=sync_every, alpha=alpha, proximal=proximal,
-            lots=ParticipationSchedule(participation, sparsity, error_reset, seed),
+            schedule=ParticipationSchedule(
+                participation=participation, sparsity=sparsity, error_reset=error_reset, seed=seed
+            ),
             compression=compression, prefix=prefix,
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What codecs on servers keep of error feedback, for checkpoints: read to rank 0, written from it.
+"""Checkpoints of the servers' error feedback: read it to rank 0, and write it from there.
 
-Decides how it is reached: beside a tensor with such a codec, for as long as that takes, there is
-another one under whose name lies what the codec keeps. All workers call this alike, when no
-operation of theirs on those tensors is in flight.
+While it is read or written, a second tensor exists beside each tensor with error feedback; its
+value is the codec's state. All workers call these functions, with no operation of theirs on those
+tensors in flight.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from fastps.worker.handle import Array
 
 
 def read(names: Sequence[str]) -> list[Array | None] | None:
-    """Return, on rank 0, what servers keep of each tensor, float32; None of those without. Blocks.
+    """Return the servers' codec state of each tensor on rank 0, as float32; blocks.
 
-    None on the others. Bytes on the wire: 4 for each element, to rank 0.
+    A tensor without codec state has None. Returns None on other ranks. Bytes on the wire: 4 for
+    each element, to rank 0.
     """
     beside = _declare(names)
     found = [np.zeros(beside[name], np.float32) if name in beside else None for name in names]
@@ -36,9 +37,9 @@ def read(names: Sequence[str]) -> list[Array | None] | None:
 
 
 def write(names: Sequence[str], arrays: Sequence[Array | None] | None) -> None:
-    """Have servers keep what read() gave on rank 0, in place of what they have. Blocks.
+    """Replace the servers' codec state by that of read(); blocks.
 
-    arrays: of rank 0. ValueError where they are others than the servers keep.
+    arrays: used on rank 0. ValueError if shapes differ from the servers'.
     """
     beside = _declare(names)
     given = dict(zip(names, arrays or (), strict=False))
@@ -52,11 +53,14 @@ def write(names: Sequence[str], arrays: Sequence[Array | None] | None) -> None:
             current().push_pull(array, f"{name} kept", average=False, out=array.copy())
     _forget([f"{name} kept" for name in beside])
     if wrong:
-        raise ValueError(f"{wrong[0]!r}: this is not what its codec keeps on servers")
+        raise ValueError(
+            f"tensor {wrong[0]!r}: the state has not the shape of its codec's on the servers; "
+            "create LocalSGD with the options of the one that was saved"
+        )
 
 
 def _declare(names: Sequence[str]) -> dict[str, tuple[int]]:
-    """Declare what is kept beside tensors, and give their shapes."""
+    """Declare the tensors of codec state, and return their shapes by the first tensors' names."""
     shapes: dict[str, tuple[int]] = {}
     for tensor, layout in current().started(names):
         if layout.coding.has(Option.FEEDBACK) and layout.policy is Policy.SUM:
@@ -69,7 +73,7 @@ def _declare(names: Sequence[str]) -> dict[str, tuple[int]]:
 
 
 def _forget(kept: Sequence[str]) -> None:
-    """Let nothing be left of the other tensors; nobody goes on before all is read or written."""
+    """Forget the tensors of codec state, once all workers have read or written them."""
     if kept:
         current().barrier("residuals")
         current().forget(kept)

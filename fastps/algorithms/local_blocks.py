@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What local steps share, with rounds or without: blocks, who sends which, and what comes of it.
+"""What local SGD shares, with rounds or without: blocks, participation, and error reset.
 
-A worker's change of a block is counted from a base. What it sends makes the next values; what it
-leaves out stays in its own values, on top of what is agreed then: counted from that, it is sent
-with what comes next (error reset of CSER; Xie, Zheng, Koyejo, Gupta, Li and Lin, NeurIPS 2020);
-counted from what the worker has, it never is, as ZenoPS's code has it. Knows tensors only as
-something with `[...]`. All of it runs in the thread that steps.
+A worker's change of a block is its difference from a base. Changes that it sends make the next
+agreed values; a change that it leaves out stays in its own values, on top of the agreed ones. If
+the base is then the agreed values, the change is sent with the next one (error reset of CSER; Xie,
+Zheng, Koyejo, Gupta, Li and Lin, NeurIPS 2020). If the base is the worker's own values, it is
+never sent, as in ZenoPS's code. Knows tensors only as something with `[...]`. All of it runs in
+the thread that steps.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from fastps.worker.handle import Array
 Reset: TypeAlias = Literal["kept", "literal"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParticipationSchedule:
-    """Who leaves what out of an exchange, and what becomes of it; the same on all workers."""
+    """Which worker leaves which tensor out of an exchange; the same on all workers."""
 
     participation: float = 1.0
     sparsity: float = 0.0
@@ -32,46 +33,52 @@ class ParticipationSchedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse lots that cannot be. Raises ValueError."""
+        """Raise ValueError for options out of range."""
         if not (0 < self.participation <= 1 and 0 <= self.sparsity < 1):
             raise ValueError(
-                f"participation={self.participation} is above 0 and at most 1, and "
-                f"sparsity={self.sparsity} 0 to below 1"
+                "participation must be > 0 and <= 1, and sparsity >= 0 and < 1, got "
+                f"participation={self.participation} and sparsity={self.sparsity}"
             )
         if self.error_reset not in ("kept", "literal") or not 0 <= self.seed < 1 << 64:
             raise ValueError(
-                f"error_reset={self.error_reset!r} is 'kept' or 'literal', and seed={self.seed} a "
-                "number of 64 bits"
+                "error_reset must be 'kept' or 'literal', and seed >= 0 and < 2**64, got "
+                f"error_reset={self.error_reset!r} and seed={self.seed}"
             )
 
     @property
     def skips(self) -> bool:
-        """Return whether something may be left out."""
+        """Return whether tensors may be left out."""
         return self.participation < 1 or self.sparsity > 0
 
     def draw(self, size: int, fragment: int, exchange: int, n: int) -> np.ndarray[Any, Any]:
-        """Draw who sends which of n tensors in an exchange of a fragment: bool[size, n].
+        """Draw which worker sends which of n tensors in an exchange of a fragment: bool[size, n].
 
-        A counter and no state, so all workers know it of each other and in any order.
+        Drawn from a counter, without state, so all workers know it of each other in any order.
         """
         counter = [0, fragment, exchange, 0]
-        lots = np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
-        drawn = lots.random((size, n + 1))
+        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=counter))
+        drawn = generator.random((size, n + 1))
         found: np.ndarray[Any, Any] = (drawn[:, :1] < self.participation) & (
             drawn[:, 1:] >= self.sparsity
         )
         return found
 
+    def sent_by(self, rank: int, size: int, exchange: int, n: int) -> list[bool]:
+        """Return which of n tensors a worker sends in an exchange of all of them."""
+        if not self.skips:
+            return [True] * n
+        return [bool(one) for one in self.draw(size, 0, exchange, n)[rank]]
+
 
 @dataclass
 class Block:
-    """One tensor: what the worker trains, what all agreed on, and where its change travels.
+    """One tensor: the worker's own values, the agreed ones, and the memory of its change.
 
-    agreed: float32 for halves; without rounds, what came from servers last. base: what changes
-    are counted from; agreed itself, unless an error reset is literal. rounding: of halves, by how
-    much own is more than what it stands for, which is no change of the worker's; None: by nothing.
-    value: where servers hold it, what came from them. lane: which of its fragment's rooms `change`
-    and `value` are views of.
+    agreed: float32 for halves; without rounds, the last values from servers. base: the values that
+    changes are differences from; `agreed` itself, unless error_reset is "literal". rounding: of
+    halves, by how much rounding made `own` larger, which is no change by the worker; None: 0.
+    value: if servers hold the agreed values, the last ones from them. lane: the buffer of its
+    fragment that `change` and `value` are views of.
     """
 
     own: Any
@@ -84,26 +91,26 @@ class Block:
 
 
 def is_narrow(block: Block) -> bool:
-    """Return whether what is agreed is rounded where the worker trains it: halves."""
+    """Return whether the worker trains a half type, to which agreed values are rounded."""
     return bool(block.own.dtype != block.agreed.dtype)
 
 
 class Blocks(ABC):
-    """What is done to blocks; subclasses know what a tensor is."""
+    """Operations on blocks; subclasses know the type of tensors."""
 
     _subtract: ClassVar[Callable[..., Any]]
     _clone: ClassVar[Callable[..., Any]]
-    _packed: ClassVar[Callable[..., Any]]  # copies an array into what checkpoints may hold
+    _packed: ClassVar[Callable[..., Any]]  # copies an array into a type for checkpoints
 
     @abstractmethod
     def _widen(self, own: Any) -> Any:
-        """Copy a tensor, so wide that small changes of it add up."""
+        """Copy a tensor, halves as float32, so that small changes add up."""
 
     def _give_back(self, block: Block, last: Any, keep: float, reset: Reset) -> None:
-        """Copy what is agreed now to the worker.
+        """Copy the new agreed values to the worker.
 
-        last: what was, of a tensor that it did not send: its own change stays on top. keep: the
-        share of its own that it keeps of others.
+        last: the agreed values before, for a tensor that the worker did not send; its own change
+        then stays on top. keep: for other tensors, the share of its own values that it keeps.
         """
         if last is None:
             block.base = block.agreed
@@ -119,9 +126,9 @@ class Blocks(ABC):
             block.base = self._whole(block)
 
     def _take(self, block: Block, keep: float) -> None:
-        """Copy what is agreed to the worker; keep: the share of its own that it keeps."""
+        """Copy the agreed values to the worker; keep: the share of its own that it keeps."""
         own, agreed = block.own, block.agreed
-        if keep and own.dtype == agreed.dtype:  # where it lies: new memory costs more than passes
+        if keep and own.dtype == agreed.dtype:  # in place: new memory costs more than passes
             own -= agreed
             own *= keep
             own += agreed
@@ -129,21 +136,26 @@ class Blocks(ABC):
         self._put(block, agreed + keep * (self._exact(block) - agreed) if keep else agreed)
 
     def _exact(self, block: Block) -> Any:
-        """Return what the worker trains to read: itself, or, of halves, a copy as _whole()."""
+        """Return the worker's values to read: the tensor itself, or for halves _whole()."""
         return self._whole(block) if is_narrow(block) else block.own
 
     def _whole(self, block: Block) -> Any:
-        """Copy what the worker trains, as wide as what is agreed, and not rounded by _put()."""
+        """Copy the worker's values in the type of the agreed ones, without _put()'s rounding."""
         whole = self._widen(block.own)
         if block.rounding is not None:
             whole -= block.rounding
         return whole
 
     def _put(self, block: Block, value: Any) -> None:
-        """Copy a value to the worker, also one that its type has to round."""
+        """Copy a value to the worker, and remember its rounding if the type is narrower."""
         block.own[...] = value
         if is_narrow(block):
             block.rounding = self._widen(block.own) - value
+
+
+def widened(own: Array) -> Array:
+    """Copy an array, halves as float32, so that small changes add up."""
+    return np.array(own, np.float32 if own.dtype == np.float16 else own.dtype, order="C")
 
 
 class ArrayBlocks(Blocks):
@@ -154,4 +166,4 @@ class ArrayBlocks(Blocks):
     _packed = staticmethod(np.copy)
 
     def _widen(self, own: Array) -> Array:
-        return np.array(own, np.float32 if own.dtype == np.float16 else own.dtype, order="C")
+        return widened(own)

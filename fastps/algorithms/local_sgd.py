@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from fastps.algorithms.local_blocks import ArrayBlocks, Block, Reset
 from fastps.algorithms.local_sgd_base import LocalSteps, Terms
@@ -17,7 +17,7 @@ from fastps.worker.handle import Array
 
 
 class LocalSGD(ArrayBlocks, LocalSteps):
-    """Train arrays with steps of one's own, and exchange what they changed every so many steps."""
+    """Train arrays with local steps, and exchange their changes every sync_every steps."""
 
     def __init__(
         self,
@@ -38,16 +38,17 @@ class LocalSGD(ArrayBlocks, LocalSteps):
         rule: Rule = None,
         prefix: str = "",
     ) -> None:
-        """Take rank 0's arrays on all workers, and keep them as what is agreed; blocks.
+        """Take rank 0's arrays as the agreed values on all workers; blocks.
 
-        parameters: C-contiguous arrays of floats by name, alike on all workers; written by step().
-        outer: of fastps.outer; None averages. The other keywords are those of
+        parameters: C-contiguous arrays of floats by name, of the same shapes on all workers;
+        written by step(). outer: of fastps.outer; None averages. The other keywords are those of
         fastps.torch.LocalSGD. Raises ValueError, TypeError, and what push_pull() does.
         """
         keep = (0.5 if delay else 0.0) if keep is None else keep
         terms = Terms(
-            sync_every, fragments, delay, keep, participation, sparsity, error_reset, seed,
-            deadline_s, outer_on,
+            sync_every=sync_every, fragments=fragments, delay=delay, keep=keep,
+            participation=participation, sparsity=sparsity, error_reset=error_reset, seed=seed,
+            deadline_s=deadline_s, outer_on=outer_on,
         )  # fmt: skip
         super().__init__(
             list(parameters.items()), terms, compression=compression, rule=rule,
@@ -64,7 +65,10 @@ class LocalSGD(ArrayBlocks, LocalSteps):
     def _check(self, named: Sequence[tuple[str, Array]]) -> None:
         for name, array in named:
             if array.dtype.kind != "f":
-                raise TypeError(f"{name!r} is {array.dtype}; floats are trained")
+                raise TypeError(
+                    f"array {name!r} is {array.dtype}, and LocalSGD needs floats: use np.float32, "
+                    "or leave the array out"
+                )
 
     def _seed(self, named: Sequence[tuple[str, Array]]) -> None:
         arrays, names = [array for _, array in named], [name for name, _ in named]
@@ -73,15 +77,12 @@ class LocalSGD(ArrayBlocks, LocalSteps):
     def _code(self, agreed: Array) -> DType:
         return dtype_of(agreed.dtype)
 
-    def _over(self, room: Array, agreed: Array) -> Array:
-        return room.reshape(agreed.shape)
+    def _over(self, array: Array, agreed: Array) -> Array:
+        return array.reshape(agreed.shape)
 
-    def _improve(self, blocks: Sequence[Block]) -> None:
+    def _outer_step(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self.outer.step(self._places[id(block)], block.agreed, block.change)
 
-    def _outer_state(self) -> Any:
-        return self.outer.state_dict()
-
-    def _load_outer(self, state: Any) -> None:
-        self.outer.load_state_dict(state)
+    def _outer_optimizer(self) -> Outer:
+        return self.outer

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that servers hold and move, in rounds that may end without the late.
+"""Values that servers hold and update, in rounds that may end before late workers.
 
-Decides how such values come to the servers and back; when a round ends, and what then moves the
-value, is theirs (server/_deadline_rounds.pxi). A job of one worker has no servers, and does it
-here. All of it runs in the thread that trains.
+Moves such values to the servers and back; the servers end a round and update the values
+(server/_deadline_rounds.pxi). A job of one worker has no servers, and updates them here. All of it
+runs in the thread that trains.
 """
 
 from __future__ import annotations
@@ -21,29 +21,24 @@ from fastps.session.current import current
 from fastps.types import DType
 from fastps.worker.handle import Array, MappedHandle, Waitable
 
-FRESH = -1.0  # what rank 0 says with a value that nothing was done to
+FRESH = -1.0  # the command that rank 0 sends with an initial value
 
 
 class ServerRounds:
-    """Arrays by name that servers hold; workers push what they changed, and get what is there."""
+    """Arrays by name that servers hold; workers push changes and get the new values."""
 
     def __init__(self, optimizer: optimizers.Outer, deadline_s: float) -> None:
-        """Take the optimizer that moves the values; 0 waits for all. TypeError, ValueError."""
+        """Take the optimizer of the values; deadline_s=0 waits for all. TypeError, ValueError."""
         self._outer, self._terms = optimizer, optimizer.gathering(deadline_s)
         self._terms.check()
         self._values: dict[str, Array] = {}  # of a job of one worker
-        self._copies: dict[str, Array] = {}  # of what changes by what comes encoded
-
-    @property
-    def n_kept(self) -> int:
-        """How many arrays the optimizer keeps of each value."""
-        return int(self._terms.step)
+        self._copies: dict[str, Array] = {}  # of values that encoded answers update
 
     def declare(
         self, names: Sequence[str], values: Sequence[Array], codes: Sequence[DType], *,
         rule: Rule, compression: Choice,
     ) -> None:  # fmt: skip
-        """Let servers hold rank 0's values; blocks. All workers call it alike."""
+        """Make servers hold rank 0's values; blocks. All workers call it."""
         session = current()
         specs = zip(names, values, codes, strict=True)
         if session.size > 1:
@@ -64,10 +59,10 @@ class ServerRounds:
         kept: Sequence[Sequence[Array]] = (),
         steps: int = 0,
     ) -> None:
-        """Let servers hold rank 0's values and what the optimizer keeps of each; blocks.
+        """Make servers hold rank 0's values and the optimizer's state of each; blocks.
 
-        kept: of rank 0, as read() gave it; none begins anew. The values are written over those of
-        the others. All workers call it alike, when nothing of theirs is on its way.
+        kept: of rank 0, by read(); empty for a fresh optimizer. The values overwrite those of the
+        other workers. All workers call it, with no operation of theirs in flight.
         """
         if current().size == 1:
             self._values.update(zip(names, [one.copy() for one in values], strict=True))
@@ -75,17 +70,17 @@ class ServerRounds:
         current().barrier("gathered")
         for place, (name, value) in enumerate(zip(names, values, strict=True)):
             if current().rank == 0:
-                self._say(name, value, 1.0 + steps if kept else FRESH)
+                self._set(name, value, 1.0 + steps if kept else FRESH)
                 for one in kept[place] if kept else ():
-                    self._say(name, one, 1.0 + steps)
+                    self._set(name, one, 1.0 + steps)
         current().barrier("gathered")
         if names:
             self.pull(names, values)
 
-    def _say(self, name: str, value: Array, word: float) -> None:
-        """Push what is no change, but what there is to be."""
+    def _set(self, name: str, value: Array, command: float) -> None:
+        """Push a new value, or state of the optimizer, instead of a change."""
         (tensor,) = (one.tensor for one in current().started([name]))
-        tensor.follow(word)
+        tensor.follow(command)
         tensor.is_plain = True
         try:
             current().push_pull(value, name, out=value.copy())
@@ -94,7 +89,7 @@ class ServerRounds:
             tensor.is_plain = False
 
     def pull(self, names: Sequence[str], values: Sequence[Array], *, stamp: int = 0) -> None:
-        """Write what servers hold over values, as it is; blocks."""
+        """Overwrite values with the servers', not encoded; blocks."""
         if current().size == 1:
             return
         current().start_held("start_pull", names, values, stamp=stamp).wait()
@@ -103,25 +98,29 @@ class ServerRounds:
                 self._copies[name][...] = value
 
     def read(self, names: Sequence[str], like: Sequence[Array]) -> tuple[list[list[Array]], int]:
-        """Return what the optimizer keeps of each value, and its steps; blocks."""
+        """Return the optimizer's arrays for each value, and its number of steps; blocks."""
         kept: list[list[Array]] = [[] for _ in names]
-        if current().size == 1 or not self.n_kept:
+        n_kept = int(self._terms.step)  # arrays that the optimizer keeps of each value
+        if current().size == 1 or not n_kept:
             return kept, 0
-        for number in range(self.n_kept):
+        for number in range(n_kept):
             arrays = [one.copy() for one in like]
             self.pull(names, arrays, stamp=-1 - number)
             for place, one in enumerate(arrays):
                 kept[place].append(one)
         return kept, current().stamp_of(names)
 
-    def start(self, name: str, change: Array, value: Array, *, gives: bool) -> list[Waitable]:
-        """Start to push a change, or to sit out a round; what is there then comes into value."""
+    def start(self, name: str, change: Array, value: Array, *, sends: bool) -> list[Waitable]:
+        """Start to push a change, or to skip a round; the new value comes into `value`."""
         session, copy = current(), self._copies.get(name)
         if session.size == 1:
-            self._do_alone(name, change, value, gives=gives)
+            held = self._values[name]
+            if sends:
+                self._outer.step(list(self._values).index(name), held, change)
+            value[...] = held
             return []
         target = value if copy is None else copy
-        if gives:
+        if sends:
             handle = session.push_pull_async(change, name, out=target)
         else:
             handle = session.start_held("start_pull", [name], [target], stamp=JOIN, is_coded=True)
@@ -129,16 +128,10 @@ class ServerRounds:
             return [handle]
         return [MappedHandle([handle], lambda _: np.copyto(value, target))]
 
-    def _do_alone(self, name: str, change: Array, value: Array, *, gives: bool) -> None:
-        held = self._values[name]
-        if gives:
-            self._outer.step(list(self._values).index(name), held, change)
-        value[...] = held
-
     def settle(self, names: Sequence[str], values: Sequence[Array]) -> None:
-        """Let what came late count too, and write what is there then over values; blocks.
+        """Make servers count late changes, and overwrite values with the result; blocks.
 
-        All workers call it alike, when nothing of theirs is on its way.
+        All workers call it, with no operation of theirs in flight.
         """
         if current().size == 1:
             for name, value in zip(names, values, strict=True):
@@ -150,9 +143,9 @@ class ServerRounds:
         self.pull(names, values, stamp=JOIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept here, in a job of one worker."""
+        """Return the optimizer's state here, which a job of one worker uses."""
         return self._outer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what was kept here."""
+        """Load the state of state_dict()."""
         self._outer.load_state_dict(state)

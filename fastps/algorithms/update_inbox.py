@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers have sent to this validator: whole updates, each once, in the order they came.
+"""The updates that workers have sent to this validator: complete, each once, in order of arrival.
 
-Decides when a worker is read no further: while as many of its updates wait as there is room for,
-and for good once it sends what cannot be understood, is lost or has left. So a worker that floods
-holds up itself alone. Threads: fastps:inbox-N reads worker N, and takes the GIL only between
-messages; take() and close() are the owner's.
+Decides when a worker is not read: while QUEUED of its updates wait, and for good once it sends an
+invalid message, is lost or has left. So a worker that floods blocks only itself. Threads:
+fastps:inbox-N reads worker N, and takes the GIL only between messages; the owner calls take() and
+close().
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ROOM = 2  # updates of one worker that wait; the next one is not read before
-SLICE_S = 60.0  # how often a thread that waits for a silent worker looks up
+QUEUED = 2  # updates of one worker that may wait; the next one is not read before
+SLICE_S = 60.0  # how often a thread that waits for a silent worker checks for close()
 LOST = "lost"
 
 
@@ -48,22 +48,22 @@ class UpdateQueue:
 
     def __init__(
         self, session: Session, workers: Mapping[int, Codes], like: Sequence[Array],
-        ledger: RefusalStats, *, channel: int,
+        stats: RefusalStats, *, channel: int,
     ) -> None:  # fmt: skip
-        """Start to read; like: arrays as blocks shall be, read once. Makes the links; blocks.
+        """Connect to the workers, and start to read; blocks.
 
-        workers: by whom, how their blocks travel.
-        channel: the tag of the workers' messages, by which several inboxes share a link.
+        workers: the codecs of each worker's blocks, by rank. like: arrays of the blocks' shapes
+        and dtypes. channel: the tag of the workers' messages, by which queues share a link.
         """
         self.workers = tuple(workers)
-        self.reading = set(workers)  # those that may still send
-        self.nbytes = 0  # of blocks that came
+        self.reading = set(workers)  # that may still send
+        self.nbytes = 0  # of blocks that were received
         self._blocks = [(one.shape, one.dtype) for one in like]
         self._codes = dict(workers)
-        self._ledger = ledger
+        self._stats = stats
         self._session = session
         self._channel = channel
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._updates: deque[Update] = deque()
         self._is_ending = False
         session.connections.reach(self.workers)
@@ -73,13 +73,13 @@ class UpdateQueue:
                 name=f"fastps:inbox-{worker}", daemon=True,
             ).start()  # fmt: skip
 
-    # ---- the owner's ----
+    # ---- of the owner ----
 
     def take(self, timeout_s: float) -> Update | None:
-        """Return the update that came first; None: none came in time, or none can come now."""
+        """Return the first update; None if none comes in time, or none can come any more."""
         deadline = time.monotonic() + timeout_s
-        with self._news:
-            self._news.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: self._updates or not self.reading, max(deadline - time.monotonic(), 0)
             )
             return self._pop(self._updates[0]) if self._updates else None
@@ -89,27 +89,27 @@ class UpdateQueue:
     ) -> list[Update]:
         """Return all updates up to a round, once each worker has sent one or is gone, or in time.
 
-        Those of earlier rounds are late; a worker may have sent several. silent: workers that are
-        not waited for, as long as there is another one.
+        Updates of earlier rounds are late; a worker may have sent several. silent: workers that
+        are not waited for, unless all are silent.
         """
-        with self._news:
-            self._news.wait_for(lambda: self._has_round(number, silent), timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_round(number, silent), timeout_s)
             return [self._pop(one) for one in list(self._updates) if one.round <= number]
 
     def note(self, worker: int, reason: str = "") -> None:
-        """Count what became of an update as a whole, and log what is news."""
+        """Count the outcome of a whole update, and log what RefusalStats reports."""
         self.note_blocks(worker, [(reason, math.nan)])
 
     def note_blocks(self, worker: int, found: Sequence[tuple[str, float]]) -> None:
-        """Count what became of an update's blocks, and log what is news; as RefusalStats does."""
-        with self._news:
-            news = self._ledger.note_blocks(worker, found)
-        if news:
-            log.warning("an update of worker %d %s", worker, news)
+        """Count the outcomes of an update's blocks, and log what RefusalStats reports."""
+        with self._changed:
+            report = self._stats.note_blocks(worker, found)
+        if report:
+            log.warning("an update of worker %d %s", worker, report)
 
     def drop_late(self, number: int) -> list[Update]:
-        """Take out what is of later rounds than any that there will be now."""
-        with self._news:
+        """Remove and return the updates of later rounds."""
+        with self._changed:
             return [self._pop(one) for one in list(self._updates) if one.round > number]
 
     def _has_round(self, number: int, silent: Container[int]) -> bool:
@@ -119,14 +119,14 @@ class UpdateQueue:
 
     def _pop(self, update: Update) -> Update:
         self._updates.remove(update)
-        self._news.notify_all()
+        self._changed.notify_all()
         return update
 
     def close(self) -> None:
-        """Read no more; the threads end with the session, which ends what they wait for."""
-        with self._news:
+        """Stop reading; the threads end with the session, which ends their waits."""
+        with self._changed:
             self._is_ending = True
-            self._news.notify_all()
+            self._changed.notify_all()
 
     # ---- the threads that read ----
 
@@ -137,43 +137,44 @@ class UpdateQueue:
                 pass
         except FastPSError as error:
             if worker in self._session.left:
-                log.info("worker %d has left: it is read no more", worker)
+                log.info("worker %d has left: its updates are no longer read", worker)
             elif not self._is_ending:
-                log.warning("worker %d is read no more: %s", worker, error)
+                log.warning("updates of worker %d are no longer read: %s", worker, error)
                 self.note(worker, LOST)
-        with self._news:
+        with self._changed:
             self.reading.discard(worker)
-            self._news.notify_all()
+            self._changed.notify_all()
 
     def _wait_for_room(self, worker: int) -> bool:
         def has_room() -> bool:
-            return sum(one.worker == worker for one in self._updates) < ROOM
+            return sum(one.worker == worker for one in self._updates) < QUEUED
 
-        with self._news:
-            self._news.wait_for(lambda: has_room() or self._is_ending)
+        with self._changed:
+            self._changed.wait_for(lambda: has_room() or self._is_ending)
             return not self._is_ending
 
     def _read_block(self, assembly: UpdateAssembler, group: Group) -> bool:
-        """Read a notice and what belongs to it; False: nothing more can be understood."""
-        notice = self._read_notice(group)
-        step = assembly.take(notice)
+        """Read a header and its block; return False after an invalid message."""
+        header = self._read_header(group)
+        step = assembly.take(header)
         if step.refused:
             self.note(assembly.worker, step.refused)
-        if step.is_end or notice is None:
+        if step.is_end or header is None:
             log.error(
-                "worker %d is read no more: it does not speak as workers do", assembly.worker
+                "updates of worker %d are no longer read: it has sent an invalid message",
+                assembly.worker,
             )
             return False
-        block = None if notice.is_skipped else self._read_bytes(group, notice)
-        update = assembly.put(notice, block) if step.is_taken else None
+        block = None if header.is_skipped else self._read_bytes(group, header)
+        update = assembly.put(header, block) if step.is_taken else None
         if update is not None:
             update.is_sound = are_sound(update.blocks)
-            with self._news:
+            with self._changed:
                 self._updates.append(update)
-                self._news.notify_all()
+                self._changed.notify_all()
         return True
 
-    def _read_notice(self, group: Group) -> UpdateHeader | None:
+    def _read_header(self, group: Group) -> UpdateHeader | None:
         data = np.empty(NOTICE_BYTES, np.uint8)
         try:
             self._receive(group, data)
@@ -181,22 +182,22 @@ class UpdateQueue:
             return None  # of another size or type
         return unpack(data.tobytes())
 
-    def _read_bytes(self, group: Group, notice: UpdateHeader) -> Array:
-        shape, dtype = self._blocks[notice.block]
-        block, codes = np.empty(shape, dtype), self._codes[notice.worker]
-        if notice.nbytes:
-            room = codes.room(notice.block, block)
-            self._receive(group, room)
-            codes.decode(notice.block, room, block, notice.round)
-            self.nbytes += notice.nbytes
+    def _read_bytes(self, group: Group, header: UpdateHeader) -> Array:
+        shape, dtype = self._blocks[header.block]
+        block, codes = np.empty(shape, dtype), self._codes[header.worker]
+        if header.nbytes:
+            buffer = codes.room(header.block, block)
+            self._receive(group, buffer)
+            codes.decode(header.block, buffer, block, header.round)
+            self.nbytes += header.nbytes
         return block
 
     def _receive(self, group: Group, out: Array) -> None:
-        """Wait for a message, however long its sender is silent."""
-        flight = group.receive(out, 1 - group.rank, tag=self._channel)
+        """Receive a message, however long its sender is silent."""
+        handle = group.receive(out, 1 - group.rank, tag=self._channel)
         while True:
             try:
-                flight.wait(SLICE_S)
+                handle.wait(SLICE_S)
             except StallError:
                 if self._is_ending:
                     raise

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validators: trusted processes that judge what workers push, and change what servers hold.
+"""Validators: trusted processes that judge workers' updates, and change the servers' values.
 
-Decides nothing of what is good: that is the rule's (byzantine/). A validator trains on data of its
-own, and compares what that changes with what its workers say (ZenoPS; Xie, Koyejo and Gupta,
-"ZenoPS: a distributed learning system integrating communication efficiency and security", 2022).
-Threads: one calls round() or judge(); the inbox reads.
+The rule decides which updates are good (byzantine/). A validator may train on data of its own, and
+compare the change with its workers' updates (ZenoPS; Xie, Koyejo and Gupta, "ZenoPS: a distributed
+learning system integrating communication efficiency and security", 2022). Threads: one calls
+round() or judge(); those of the inbox read updates.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fastps.worker.handle import Array
 
 log = logging.getLogger(__name__)
 
-# Changes arrays, which hold the model, in place by steps on trusted data.
+# Trains the model in these arrays in place, by steps on trusted data.
 Train: TypeAlias = Callable[[list[Array]], object]
-PATIENCE = 0.25  # of op_timeout_s: others, who wait for this round, still have most of theirs
-KEPT_STAMPS = 4096  # of our changes of nothing; of older ones updates are as stale as they look
+PATIENCE = 0.25  # of op_timeout_s: members that wait for this round still have most of theirs
+KEPT_STAMPS = 4096  # of pushed zeros; older ones count in the staleness of updates
 
 
 class Judged(NamedTuple):
-    """What a round, or one update, came to: who was judged, and the stamp of the new values.
+    """The result of a round, or of one update: the judged workers, and the new values' stamp.
 
-    verdicts: of each of the workers on each block, or on its model; None: was skipped.
+    verdicts: for each worker, of each block or of the whole model; None for a skipped block.
     """
 
     workers: tuple[int, ...]
@@ -59,7 +59,7 @@ class _Unit(NamedTuple):
 
 
 class Validator:
-    """Judge the updates of the workers whose rank is this validator's modulo their number."""
+    """Judge the updates of the workers with rank % validator_size() == validator_rank()."""
 
     def __init__(
         self,
@@ -77,28 +77,32 @@ class Validator:
         staleness: int | None = None,
         patience_s: float | None = None,
     ) -> None:
-        """Hold parameters as HeldParameters() does, and begin to read workers' updates; blocks.
+        """Hold parameters as HeldParameters() does, and start to read workers' updates; blocks.
 
-        rule: what fastps.byzantine has: rules without trusted data ("median", TrimmedMean(f=1)),
-        Zeno, FLTrust; asynchronous: ZenoPlusPlus, FedAsync, Kardam; or an object of your own with
-        score(update, trusted), which gives a Verdict, or combine(updates, trusted), which gives
-        an array and verdicts. It may be replaced at any time, as by a smaller alpha. train: steps
-        on our own data; without, trusted updates are zeros. by_block: judge each parameter by
-        itself, else whole models. skipped_as_zeros: take a skipped block for zeros, as ZenoPS
-        does, not for none. refresh: train anew once for so many rounds, or updates; None: each
-        round, or one update of each of our workers. staleness: an asynchronous update that began
-        from a value with more changes to come is refused; what we refused ourselves is none.
-        patience_s: how long a round waits for workers (default: a quarter of op_timeout_s, for
-        who waits for the round has no more than that); who is late then is left out, and not
-        waited for until something comes. ConfigError on workers, or for what is no rule.
+        rule: of fastps.byzantine: rules without trusted data ("median", TrimmedMean(f=1)), Zeno,
+        FLTrust; asynchronous: ZenoPlusPlus, FedAsync, Kardam; or an object of your own with
+        score(update, trusted), which returns a Verdict, or combine(updates, trusted), which
+        returns an array and verdicts. It may be replaced at any time, as by a smaller alpha.
+        train: steps on trusted data; without it trusted updates are zeros. by_block: judge each
+        parameter by itself, else whole models. skipped_as_zeros: count a skipped block as zeros,
+        as ZenoPS does, instead of leaving it out. refresh: train once for so many rounds or
+        updates; by default each round, or once for as many updates as this validator has workers.
+        staleness: refuse an asynchronous update if the value that it began from has changed more
+        often since; changes of zeros do not count. patience_s: how long a round waits for workers
+        (default: a quarter of op_timeout_s, as members that wait for the round have no more than
+        that). A late worker is left out, and not waited for until it sends something. ConfigError
+        on workers, or for an unknown rule.
         """
         self._session = session = current()
         judge, count = session.rank - session.size, session.config.num_validators
         if judge < 0:
-            raise ConfigError("this process is a worker: a Validator is for FASTPS_ROLE=validator")
+            raise ConfigError(
+                f"only validators may create a Validator; this process is worker {session.rank}: "
+                "check role() first"
+            )
         self.rule, self.ledger = rule, RefusalStats()
         if isinstance(rule, str):
-            rule_of(rule)  # is there one of that name
+            rule_of(rule)  # raises for an unknown name
         self.held = HeldParameters(
             parameters, asynchronous=asynchronous, prefix=prefix, among=among,
             compression=compression,
@@ -109,9 +113,9 @@ class Validator:
         self._staleness = math.inf if staleness is None else staleness
         patience = PATIENCE * session.config.op_timeout_s
         self._patience_s = patience if patience_s is None else patience_s
-        self._silent: set[int] = set()  # who missed a round, and has sent nothing since
-        self._idle: deque[int] = deque(maxlen=KEPT_STAMPS)  # after our changes of nothing, rising
-        self._age = 0  # rounds or updates that the trusted update has been used for
+        self._silent: set[int] = set()  # workers that missed a round, and have sent nothing since
+        self._idle: deque[int] = deque(maxlen=KEPT_STAMPS)  # stamps of pushed zeros, rising
+        self._age = 0  # rounds or updates since the trusted update was made
         self._trusted: list[Array] = []
         self.inbox = UpdateQueue(
             session, {worker: self.held.codes_of(worker) for worker in self.workers},
@@ -121,7 +125,7 @@ class Validator:
 
     @property
     def rule(self) -> Any:
-        """What is accepted; what is set here counts from the next update on, without history."""
+        """The rule; a new one applies from the next update on, without history."""
         return self._rule
 
     @rule.setter
@@ -131,63 +135,64 @@ class Validator:
 
     @property
     def arrays(self) -> list[Array]:
-        """The model: what servers held when we pushed last."""
+        """The model: the servers' values at this validator's last push."""
         return self.held.arrays
 
     def statistics(self) -> dict[str, float]:
-        """Count what was accepted and refused, by worker and reason, with shares and scores.
+        """Return counts of accepted and refused blocks by worker and reason, shares and scores.
 
-        Part of the session's; RefusalStats.statistics() says how they are called.
+        They are part of fastps.statistics(), with the keys of RefusalStats.statistics().
         """
         return self.ledger.statistics() | {"bytes_of_updates": self.inbox.nbytes}
 
     def close(self) -> None:
-        """Read no more, and log what came of each worker's updates."""
+        """Stop reading, and log the table of each worker's updates."""
         self.inbox.close()
-        self.held.finish_telling()
+        self.held.finish_counting()
         if self.ledger.counts:
             number = self._session.rank - self._session.size
             log.warning("validator %d:\n%s", number, self.ledger.table())
 
-    # ---- in step ----
+    # ---- in rounds ----
 
     def round(self) -> Judged:
-        """Judge a round's updates and push the old value plus what the rule gives; blocks.
+        """Judge a round's updates, and push the old values plus the rule's changes; blocks.
 
-        Waits for each of our workers' updates, up to patience_s, and then for the other
-        validators: the mean, or median, of what all push is the value of the next round.
+        Waits for the updates of this validator's workers, up to patience_s, and then for the other
+        validators: the mean, or median, of all validators' pushes is the next value.
         """
         number = self.held.stamp + 1
         trusted = self.trusted()
-        came = {one.worker: one for one in self._sorted_out(number)}
-        who = tuple(worker for worker in self.workers if worker in came)
-        case = self._case([came[worker] for worker in who], trusted)._replace(number=number)
-        verdicts: list[list[Verdict | None]] = [[] for _ in who]
+        received = {one.worker: one for one in self._sound_updates(number)}
+        workers = tuple(worker for worker in self.workers if worker in received)
+        case = self._case([received[worker] for worker in workers], trusted)
+        case = case._replace(number=number)
+        verdicts: list[list[Verdict | None]] = [[] for _ in workers]
         values = [one.copy() for one in self.arrays]
-        for unit in self._judges() if who else []:
+        for unit in self._judges() if workers else []:
             found, changes = unit.judge.judge(case.of(unit.places))
             for row, verdict in zip(verdicts, found, strict=True):
                 row.append(verdict)
             for place, change in zip(unit.places, changes, strict=True):
                 with DefaultFloats():  # as all validators compute
                     np.add(values[place], change, out=values[place], casting="unsafe")
-        for worker, row in zip(who, verdicts, strict=True):
+        for worker, row in zip(workers, verdicts, strict=True):
             self._note(worker, row)
         self.held.push(values, round=number)
-        return _summed(who, verdicts, self.held.stamp)
+        return _summed(workers, verdicts, self.held.stamp)
 
-    def _sorted_out(self, number: int) -> list[Update]:
-        """Wait for a round's updates and give the sound ones; note what is wrong."""
-        came = self.inbox.take_round(number, self._patience_s, silent=self._silent)
+    def _sound_updates(self, number: int) -> list[Update]:
+        """Wait for a round's updates and return the sound ones; count the others."""
+        received = self.inbox.take_round(number, self._patience_s, silent=self._silent)
         ahead = self.inbox.drop_late(number)
         for one in ahead:
             self.inbox.note(one.worker, AHEAD)
-        missing = self.inbox.reading - {one.worker for one in came}
+        missing = self.inbox.reading - {one.worker for one in received}
         for worker in sorted(missing):
             self.inbox.note(worker, MISSING)
         self._silent = missing - {one.worker for one in ahead}
         good = []
-        for one in sorted(came, key=lambda one: one.worker):
+        for one in sorted(received, key=lambda one: one.worker):
             wrong = LATE if one.round < number else "" if one.is_sound else UNSOUND
             if wrong:
                 self.inbox.note(one.worker, wrong)
@@ -195,10 +200,10 @@ class Validator:
                 good.append(one)
         return good
 
-    # ---- what rules are asked ----
+    # ---- the rule's input ----
 
     def _judges(self) -> list[_Unit]:
-        """Return who judges which blocks; made anew after a new rule."""
+        """Return the judges of groups of blocks; created again after a new rule."""
         if not self._units:
             every = tuple(range(len(self.arrays)))
             likes = _whole(as_floats(self.arrays))
@@ -230,16 +235,17 @@ class Validator:
     # ---- at each worker's pace ----
 
     def judge(self, timeout_s: float | None = None) -> Judged | None:
-        """Judge the update that came first, and add to the value what is accepted of it; blocks.
+        """Judge the first update in the inbox, and add what is accepted of it; blocks.
 
-        Where nothing is, zeros are added: the stamp counts what was judged, and its worker is told
-        so. None: no update came in time (default: op_timeout_s), or nobody is left to send one.
+        If nothing is accepted, zeros are added, because the stamp counts judged updates and the
+        worker waits for that. Returns None if no update comes in time (default: op_timeout_s), or
+        no worker is left.
         """
         limit_s = self._session.config.op_timeout_s if timeout_s is None else timeout_s
         update = self.inbox.take(limit_s)
         if update is None:
             return None
-        if update.base > self.held.stamp:  # another validator has changed what the worker pulled
+        if update.base > self.held.stamp:  # another validator has pushed since
             self.held.pull()
         is_ahead = update.base > self.held.stamp
         since = takewhile(lambda stamp: stamp > update.base, reversed(self._idle))
@@ -259,8 +265,9 @@ class Validator:
         for unit in self._judges():
             if not isinstance(unit.judge, Scored):
                 raise ConfigError(
-                    f"{self.rule} compares updates of a round, and asynchronous ones come alone: "
-                    "take ZenoPlusPlus, FedAsync, Kardam, or what has a score()"
+                    f"rule {self.rule} compares the updates of a round, and asynchronous updates "
+                    "are judged one by one: use ZenoPlusPlus, FedAsync, Kardam, or a rule with "
+                    "score()"
                 )
             found, made = unit.judge.judge_alone(case.of(unit.places))
             verdicts += found
@@ -272,22 +279,22 @@ class Validator:
         return _summed((update.worker,), [verdicts], self.held.stamp)
 
     def _add(self, changes: Sequence[Array], worker: int, *, is_idle: bool) -> None:
-        """Add changes to the value, also zeros: who waits for one more to be judged goes on."""
+        """Add changes, or zeros, to the servers' values, and count the worker's judged update."""
         self.held.push(changes)
         if is_idle:
             self._idle.append(self.held.stamp)
-        self.held.tell_judged(worker)
+        self.held.count_judged(worker)
 
-    # ---- our own data ----
+    # ---- trusted data ----
 
     def trusted(self) -> list[Array]:
-        """Return what our own steps change, as old as refresh= allows; counts as one use."""
+        """Return the change by steps on trusted data, as old as refresh= allows; one use."""
         if not self._trusted or self._age >= self._refresh:
-            self._trusted, self._age = self._try_ourselves(), 0
+            self._trusted, self._age = self._train_trusted(), 0
         self._age += 1
         return self._trusted
 
-    def _try_ourselves(self) -> list[Array]:
+    def _train_trusted(self) -> list[Array]:
         old = _whole(as_floats(self.arrays))
         if self._train is None:
             return [np.zeros_like(one) for one in old]
@@ -300,7 +307,7 @@ class Validator:
 
 
 def _whole(row: Row) -> list[Array]:
-    """Return a model's blocks, all of which are there."""
+    """Return a model's blocks, none of which is None."""
     return [one for one in row if one is not None]
 
 

@@ -118,11 +118,11 @@ def everything() -> list[float]:
         compensates(0.04, "constant.")
         compensates("adaptive", "adaptive.")
     array = {"w": np.zeros(3)}
-    assert "neither a number" in refused(array, delay_compensation="yes", prefix="x.")
-    assert "needs a strength" in refused(array, delay_compensation=-0.1, prefix="x.")
+    assert "must be a number" in refused(array, delay_compensation="yes", prefix="x.")
+    assert "needs a finite strength" in refused(array, delay_compensation=-0.1, prefix="x.")
     whole = {"w": np.zeros(3, np.int64)}
-    assert "for float32 and float64 alone" in refused(whole, delay_compensation=1, prefix="x.")
-    assert "give 0 or more" in refused(array, staleness=-1, prefix="x.")
+    assert "supports float32 and float64 only" in refused(whole, delay_compensation=1, prefix="x.")
+    assert "staleness must be >= 0" in refused(array, staleness=-1, prefix="x.")
     assert "TypeError" in refused(array, staleness=1.5, prefix="x.")
     said = refused(array, staleness=fastps.rank(), prefix="differ.")
     assert "MismatchError" in said, said

@@ -135,12 +135,12 @@ def refused(saved: dict[str, Any]) -> None:
     for error, words, message in [
         (ValueError, {"deadline_s": -1.0}, "above 0"),
         (ValueError, {"outer_on": "moon"}, "'workers' or 'servers'"),
-        (TypeError, {"outer": Mine(), "outer_on": "servers"}, "servers have no Mine"),
+        (TypeError, {"outer": Mine(), "outer_on": "servers"}, "servers do not support Mine"),
     ]:
         with pytest.raises(error, match=message):
             fastps.LocalSGD(parameters, sync_every=1, prefix="wrong.", **words)
     here = fastps.LocalSGD(
         local_steps.model(np.float32), sync_every=4, fragments=2, prefix="here."
     )
-    with pytest.raises(ValueError, match="made as the one"):
+    with pytest.raises(ValueError, match="create LocalSGD with"):
         here.load_state_dict(saved)

@@ -142,7 +142,7 @@ def what_is_wrong(rounds: int) -> Any:
         judge.close()
         return ended(judge.statistics())
     held = fastps.HeldParameters(model())
-    with pytest.raises(ValueError, match="one by one"):
+    with pytest.raises(ValueError, match="needs asynchronous=True"):
         held.pull(unjudged=0)
     for number in range(1, rounds + 1):
         mine = update(me, number)

@@ -138,4 +138,4 @@ def test_calls_of_another_role_are_refused():
     ):  # fmt: skip
         assert words in text
     assert "not held" in worker[0]
-    assert "is worker 0, and no validator" in worker[1]
+    assert "this process is worker 0" in worker[1]

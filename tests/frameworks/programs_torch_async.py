@@ -113,9 +113,9 @@ def refuses() -> None:
         ({"asynchronous": False, "staleness": 2}, "needs asynchronous=True"),
         ({"asynchronous": True, "op": fps.Adasum}, "does not support op="),
         ({"asynchronous": True, "compression": fps.Compression.fp16}, "remove it, or use"),
-        ({"asynchronous": True, "staleness": -3}, "give 0 or more"),
+        ({"asynchronous": True, "staleness": -3}, "staleness must be >= 0"),
         ({"asynchronous": False, "delay_compensation": 1.0}, "needs asynchronous=True"),
-        ({"asynchronous": True, "delay_compensation": "much"}, "neither a number"),
+        ({"asynchronous": True, "delay_compensation": "much"}, "must be a number"),
     ]:
         said = ""
         try:

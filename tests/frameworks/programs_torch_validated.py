@@ -126,7 +126,7 @@ def resumed() -> str:
             step(model, optimizer, 31 * fps.rank() + k)
             step(again, other, 31 * fps.rank() + k)
         assert digest(model) == digest(again)
-        with pytest.raises(ValueError, match="no state of steps"):
+        with pytest.raises(ValueError, match="not of ValidatedSteps"):
             other.load_state_dict({"ahead": []})
     fps.barrier()
     fps.shutdown()

@@ -45,7 +45,7 @@ def test_halves_are_held_so_wide_that_small_changes_add_up():
 def test_terms_that_cannot_be_are_refused():
     model = torch.nn.Linear(2, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="proximal=1 is not 0 to below 1"):
+    with pytest.raises(ValueError, match="proximal must be >= 0 and < 1, got 1"):
         fps.ValidatedOptimizer(model, inner, proximal=1)
     with pytest.raises(ValueError, match="participation=0"):
         fps.ValidatedOptimizer(model, inner, participation=0)

@@ -65,11 +65,11 @@ def test_parameters_that_mean_nothing_are_refused(make, words):
 )  # fmt: skip
 def test_terms_that_cannot_be_are_refused(words):
     with pytest.raises(ValueError, match=next(iter(words))):
-        Terms(4, **words)
+        Terms(sync_every=4, **words)
 
 
 def test_lots_are_counters_with_the_frequencies_asked_for():
-    terms = Terms(4, participation=0.5, sparsity=0.2, seed=7)
+    terms = Terms(sync_every=4, participation=0.5, sparsity=0.2, seed=7)
     drawn = np.stack([terms.draw(4, 1, exchange, 6) for exchange in range(2000)])
     assert (drawn[3] == terms.draw(4, 1, 3, 6)).all()  # in any order
     assert (drawn[3] != terms.draw(4, 0, 3, 6)).any()  # another fragment has others

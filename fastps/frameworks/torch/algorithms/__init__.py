@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of one's own with rare exchanges, and steps that validators judge.
+"""Local steps with rare exchanges, and local steps that validators judge.
 
-inner_steps.py      the optimizer whose steps are one's own
+inner_steps.py      steps of the inner optimizer, blocks of tensors
 local_sgd.py        local SGD and DiLoCo
-async_local_sgd.py  the same without rounds
-validated.py        the same, judged by validators
+async_local_sgd.py  local SGD without rounds
+validated.py        local steps that validators judge
 """

@@ -19,7 +19,7 @@ from fastps.worker.handle import Array
 
 
 class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
-    """Train with steps of one's own, and add what they change to what servers hold."""
+    """Train with local steps, and add their changes to the parameters that servers hold."""
 
     def __init__(
         self,
@@ -36,19 +36,19 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
         compression: Compressing = None,
         prefix: str = "AsyncLocalSGD",
     ) -> None:
-        """Let servers hold rank 0's parameters and take them over; blocks.
+        """Make servers hold rank 0's parameters, and take them over; blocks.
 
-        model: its parameters that train are exchanged. inner: any optimizer of them; its state
-        stays each worker's own. sync_every: H, steps from one exchange to the next. alpha: the
-        share of an update that is added, or a function of its staleness: Constant, Polynomial and
-        Hinge of fastps. proximal: rho, by how much each step pulls back to what the
-        worker had from servers last, 0 to below 1. participation: probability with which a worker
-        adds something in an exchange, sparsity: with which it leaves a tensor out of it; drawn by
-        counters from seed. error_reset: "kept" sends later what was left out, "literal" never.
-        compression: of fastps.push_pull(), of what is added and of what comes back. prefix:
-        another one for a second model. Changes add up over workers: n of them with alpha=1 move n
-        times as far as one. Raises ValueError, TypeError, and ConfigError where no server holds
-        it, or where workers that share memory are to leave something out.
+        model: its trainable parameters are exchanged. inner: any optimizer of them; its state
+        stays on the worker. sync_every: H, steps from one exchange to the next. alpha: the share
+        of an update that is added, or a function of its staleness: Constant, Polynomial and Hinge
+        of fastps. proximal: rho, how strongly each step pulls back to the last values from
+        servers, 0 to below 1. participation: probability with which a worker takes part in an
+        exchange, sparsity: with which it leaves a tensor out; drawn from counters and seed.
+        error_reset: "kept" sends later what was left out, "literal" never. compression: of
+        fastps.push_pull(), for changes and for answers. prefix: a second model needs another one.
+        Changes add up over workers: n of them with alpha=1 move n times as far as one. Raises
+        ValueError, TypeError, and ConfigError if there is no server, or if workers that share
+        memory would leave something out.
         """
         unwrapped.stop(current())
         self.inner = inner
@@ -58,28 +58,31 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
         with torch.no_grad():
             super().__init__(
                 named, sync_every=sync_every, alpha=alpha, proximal=proximal,
-                lots=ParticipationSchedule(participation, sparsity, error_reset, seed),
+                schedule=ParticipationSchedule(
+                    participation=participation, sparsity=sparsity, error_reset=error_reset,
+                    seed=seed,
+                ),
                 compression=choice_of(compression), prefix=prefix,
             )  # fmt: skip
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Count a step that was done; every sync_every-th adds what changed. Blocks for that."""
+        """Count a step that was done; every sync_every-th adds the changes, which blocks."""
         super().advance()
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Add what has changed since the last exchange, and go on from what servers hold then."""
+        """Add the changes since the last exchange, and take over the servers' values; blocks."""
         super().exchange()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what AsyncSteps does, and the state of the inner optimizer."""
+        """Return the state of AsyncSteps and of the inner optimizer."""
         with torch.no_grad():
             return super().state_dict() | {"inner": self.inner.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(), model and servers too; as AsyncSteps does, all alike."""
+        """Resume from a state_dict(), with model and servers; all workers call it."""
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LocalSGD and AsyncLocalSGD of PyTorch share: the steps that they count, and tensors."""
+"""What LocalSGD and AsyncLocalSGD of PyTorch share: inner steps, and blocks of tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ import torch
 
 from fastps.algorithms.local_blocks import Blocks
 
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def widened(own: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, halves as float32, so that small changes add up."""
+    dtype = torch.float32 if own.dtype in HALVES else own.dtype
+    return own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+
 
 class TensorBlocks(Blocks):
     """Blocks of tensors; stands first among the bases."""
@@ -20,13 +28,11 @@ class TensorBlocks(Blocks):
     _packed = staticmethod(lambda array: torch.from_numpy(array.copy()))
 
     def _widen(self, own: torch.Tensor) -> torch.Tensor:
-        half = own.dtype in (torch.float16, torch.bfloat16)
-        dtype = torch.float32 if half else own.dtype
-        return own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return widened(own)
 
 
 class InnerSteps:
-    """Stands last among the bases: who counts the steps stands before it."""
+    """The steps of an inner optimizer; stands last among the bases, after advance()'s class."""
 
     inner: torch.optim.Optimizer
 
@@ -35,7 +41,7 @@ class InnerSteps:
         """Count a step that was done."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do a step of the inner optimizer, then advance(); give the closure's loss."""
+        """Do a step of the inner optimizer, then advance(); return the closure's loss."""
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self.advance()
         return loss

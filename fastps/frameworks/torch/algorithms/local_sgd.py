@@ -34,7 +34,7 @@ from fastps.worker.handle import Array
 
 
 class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
-    """Train with steps of one's own, and exchange what they changed every so many steps."""
+    """Train with local steps, and exchange their changes every sync_every steps."""
 
     def __init__(
         self,
@@ -57,35 +57,38 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
         average_buffers: bool = True,
         prefix: str = "",
     ) -> None:
-        """Take rank 0's parameters on all workers, and keep them as what is agreed; blocks.
+        """Take rank 0's parameters as the agreed ones on all workers; blocks.
 
-        model: its parameters that train are exchanged. inner: any optimizer of them; its state
-        stays each worker's own. outer: an optimizer of the same parameters that has not stepped
-        yet; it is handed the agreed ones in their place, and its gradient is the average, over
-        the workers, of agreed minus own. None averages the models; DiLoCo is torch.optim.SGD(
-        model.parameters(), lr=0.7, momentum=0.9, nesterov=True). sync_every: H, steps from one
-        exchange of a parameter to the next. fragments: in how many parts the model leaves, one
-        every H / fragments steps. delay: steps from when a fragment leaves until it is put into
-        the model; less than H. keep: which share of its own parameters a worker keeps then; by
-        default 0, and 0.5 with a delay, whose steps would be lost (alpha of Streaming DiLoCo).
+        model: its trainable parameters are exchanged. inner: any optimizer of them; its state
+        stays on the worker. outer: a fresh optimizer of the same parameters; it gets the agreed
+        parameters instead, and its gradient is the average, over the workers, of agreed minus own.
+        None averages the models; DiLoCo is torch.optim.SGD(model.parameters(), lr=0.7,
+        momentum=0.9, nesterov=True). sync_every: H, steps from one exchange of a parameter to the
+        next. fragments: the number of parts of the model; one is sent every H / fragments steps.
+        delay: steps from sending a fragment to applying the result; less than H. keep: the share
+        of its own parameters that a worker keeps then; by default 0, and 0.5 with a delay, whose
+        steps would be lost (alpha of Streaming DiLoCo).
         participation: probability with which a worker takes part in an exchange, sparsity: with
-        which it leaves a tensor out of it; drawn by counters from seed; the average is over those
+        which it leaves a tensor out; drawn from counters and seed. The average is over the workers
         that send. error_reset: "kept" sends later what was left out, "literal" never. compression,
-        rule: of fastps.push_pull(); rules see each fragment (with sparsity, tensor) by itself, and
-        buffers. average_buffers: of floats that are saved with the model, with the first fragment.
-        outer_on: "servers" lets these hold what is agreed, and the outer optimizer, which is then
-        of fastps.outer; deadline_s does so too, and ends an exchange so many seconds after the
-        first worker's part of it came, without the late, whose part counts in the next one;
-        buffers are then averaged by synchronize() alone. prefix: another one for a second model.
-        All workers call it alike. Raises ValueError, TypeError, and what push_pull() does.
+        rule: of fastps.push_pull(); a rule sees each fragment (with sparsity, each tensor) by
+        itself, and buffers. average_buffers: average floating-point buffers that are saved with
+        the model, with the first fragment.
+        outer_on: "servers" makes servers hold the agreed parameters and the outer optimizer, which
+        is then of fastps.outer. deadline_s does so too, and ends an exchange so many seconds after
+        the first worker's part arrived. Parts of late workers count in the next exchange, and only
+        synchronize() averages buffers. prefix: a second model needs another one.
+        All workers call it with the same options. Raises ValueError, TypeError, and what
+        push_pull() does.
         """
         keep = (0.5 if delay else 0.0) if keep is None else keep
         terms = Terms(
-            sync_every, fragments, delay, keep, participation, sparsity, error_reset, seed,
-            deadline_s, outer_on,
+            sync_every=sync_every, fragments=fragments, delay=delay, keep=keep,
+            participation=participation, sparsity=sparsity, error_reset=error_reset, seed=seed,
+            deadline_s=deadline_s, outer_on=outer_on,
         )  # fmt: skip
         unwrapped.stop(current())
-        self.inner, self._model, self._average_buffers = inner, model, average_buffers
+        self.inner, self._model, self._has_buffers = inner, model, average_buffers
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         with torch.no_grad():
             super().__init__(
@@ -93,20 +96,23 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
                 prefix=f"{prefix}LocalSGD", outer=outer,
             )  # fmt: skip
         self.outer = None if isinstance(outer, Outer) else self._adopt(outer)
-        if self.outer is None and not terms.is_gathered:
-            raise TypeError(f"{outer} is for servers: say outer_on='servers', or give torch's")
+        if self.outer is None and not terms.is_on_servers:
+            raise TypeError(
+                f"outer={type(outer).__name__} of fastps.outer needs outer_on='servers': pass "
+                "that, or an optimizer of torch.optim"
+            )
 
     def _adopt(self, outer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-        """Hand the outer optimizer the agreed parameters in place of the model's."""
+        """Replace the outer optimizer's parameters by the agreed ones."""
         agreed = {block.own: block.agreed for one in self._fragments for block in one.blocks}
         if outer is None:
             return torch.optim.SGD(agreed.values(), lr=1.0)
         if outer.state:
-            raise ValueError("the outer optimizer has stepped already; give a new one")
+            raise ValueError("the outer optimizer has stepped already: pass a new one")
         given = [one for group in outer.param_groups for one in group["params"]]
         if set(given) != set(agreed):
             raise ValueError(
-                "the outer optimizer has other parameters than those of the model that train; "
+                "the outer optimizer has other parameters than the trainable ones of the model: "
                 "make it of model.parameters()"
             )
         for group in outer.param_groups:
@@ -117,31 +123,31 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Count a step that somebody else did, say a GradScaler; all workers count alike.
+        """Count a step that other code did, as a GradScaler; all workers count the same steps.
 
-        Begins to send the fragment whose turn it is, without waiting, and puts into the model the
-        one that is due; blocks for that one until it is there.
+        Starts to send the fragment whose turn it is, and applies the one that is due to the model;
+        blocks until the latter has arrived.
         """
         super().advance()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Exchange now what has changed, so that all workers have the same model; blocks.
+        """Exchange all changes now, so that all workers have the same model; blocks.
 
-        For the end of training, or before a test. All workers call it after as many steps. What
-        has just been exchanged by all is not sent again.
+        For the end of training, or before a test. All workers call it after the same number of
+        steps. Fragments that all workers have just exchanged are not sent again.
         """
         super().synchronize()
 
-    # ---- what is torch's ----
+    # ---- of torch ----
 
     def _check(self, named: Sequence[tuple[str, Any]]) -> None:
         for name, one in named:
             check_tensor(one, name)
         if current().config.goes_on and self._averaged():
             raise ConfigError(
-                f"{self._averaged()[0][0]!r} is averaged over all workers, and "
-                "FASTPS_ON_LOSS=reweight goes on without some: say average_buffers=False"
+                f"buffer {self._averaged()[0][0]!r} is averaged over all workers, which "
+                "FASTPS_ON_LOSS=reweight does not support: pass average_buffers=False"
             )
 
     def _seed(self, named: Sequence[tuple[str, Any]]) -> None:
@@ -155,16 +161,16 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
     def _code(self, agreed: torch.Tensor) -> DType:
         return wire_dtype(agreed.dtype, self._prefix)
 
-    def _over(self, room: Array, agreed: torch.Tensor) -> torch.Tensor:
-        return tensor_over(room, agreed.dtype).view(agreed.shape)
+    def _over(self, array: Array, agreed: torch.Tensor) -> torch.Tensor:
+        return tensor_over(array, agreed.dtype).view(agreed.shape)
 
     def _take(self, block: Block, keep: float) -> None:
         if keep and block.own.dtype == block.agreed.dtype:
-            block.own.lerp_(block.agreed, 1.0 - keep)  # one pass in place of three
+            block.own.lerp_(block.agreed, 1.0 - keep)  # one pass instead of three
             return
         super()._take(block, keep)
 
-    def _improve(self, blocks: Sequence[Block]) -> None:
+    def _outer_step(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             block.agreed.grad = block.change
         assert self.outer is not None
@@ -172,15 +178,8 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
         for block in blocks:
             block.agreed.grad = None
 
-    def _outer_state(self) -> Any:
-        keeper = self._gathered if self.outer is None else self.outer
-        assert keeper is not None
-        return keeper.state_dict()
-
-    def _load_outer(self, state: Any) -> None:
-        keeper = self._gathered if self.outer is None else self.outer
-        assert keeper is not None
-        keeper.load_state_dict(state)
+    def _outer_optimizer(self) -> Any:
+        return self._servers if self.outer is None else self.outer
 
     def _averaged(self) -> list[tuple[str, torch.Tensor]]:
         """List the buffers that are averaged."""
@@ -188,10 +187,10 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
         return [
             (name, one)
             for name, one in self._model.named_buffers()
-            if self._average_buffers and one.is_floating_point() and name in saved
+            if self._has_buffers and one.is_floating_point() and name in saved
         ]
 
-    def _mix_rest(self) -> None:
+    def _average_buffers(self) -> None:
         named = self._averaged()
         whole = [one.detach().contiguous() for _, one in named]
         for handle, _ in submit_push_pull(
@@ -210,16 +209,16 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is needed to go on, but the model's own state; waits for fragments.
+        """Return the state to resume from, without the model's own; waits for fragments.
 
-        With it goes what this worker's codecs keep (error feedback, momentum), and with rank 0's
-        what those of servers keep: with error feedback all workers call it after as many steps.
-        Each worker saves its own: the states of inner optimizers differ.
+        It includes the state of this worker's codecs (error feedback, momentum), and rank 0's that
+        of the servers' codecs. With error feedback all workers call it after the same number of
+        steps. Each worker saves its own, because the states of inner optimizers differ.
         """
         return super().state_dict() | {"inner": self.inner.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(); the model's own state is loaded besides. ValueError else."""
+        """Resume from a state_dict(), besides loading the model. ValueError for another model."""
         super().load_state_dict(state)
         self.inner.load_state_dict(state["inner"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZenoPS for PyTorch: workers step by themselves, and validators judge what that has changed.
+"""ZenoPS for PyTorch: workers do local steps, and validators judge their changes.
 
 Servers hold the parameters; fastps.ValidatedSteps and fastps.Validator do the rest. Buffers, such
-as the statistics of a BatchNorm, stay each member's own.
+as the statistics of a BatchNorm, are not exchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import torch
 import fastps
 from fastps.algorithms.validated_steps import ValidatedSteps, training
 from fastps.algorithms.validator import Judged
-from fastps.frameworks.torch.algorithms.inner_steps import InnerSteps
+from fastps.frameworks.torch.algorithms.inner_steps import HALVES, InnerSteps, widened
 from fastps.frameworks.torch.ops.tensors import check_tensor, tensor_over, view_of
 from fastps.worker.handle import Array
 
-HALVES = (torch.float16, torch.bfloat16)
-
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that train, by name."""
+    """Return the trainable parameters by name."""
     return {
         name: check_tensor(one, name).detach()
         for name, one in model.named_parameters()
@@ -32,13 +30,12 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _read(own: torch.Tensor) -> Array:
-    """Copy a tensor; halves become float32, so that small changes of them add up."""
-    dtype = torch.float32 if own.dtype in HALVES else own.dtype
-    return view_of(own.detach().to(dtype, copy=True, memory_format=torch.contiguous_format))
+    """Copy a tensor to an array, halves as float32, so that small changes add up."""
+    return view_of(widened(own))
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Do something to whatever lists of lists hold, but None."""
+    """Apply a function to the items of nested lists, except None."""
     if isinstance(value, list):
         return [_mapped(change, one) for one in value]
     return None if value is None else change(value)
@@ -51,24 +48,24 @@ def _write(own: torch.Tensor, value: Array) -> None:
 
 
 class ValidatedOptimizer(ValidatedSteps, InnerSteps):
-    """An optimizer of a worker, whose steps count as far as validators accept them."""
+    """An optimizer of a worker, whose changes count as far as validators accept them."""
 
     def __init__(
         self, model: torch.nn.Module, inner: torch.optim.Optimizer, **options: Any
     ) -> None:
         """Copy validator 0's parameters, which servers hold, into the model; blocks.
 
-        model: its parameters that train. inner: any optimizer of them; its state stays the
-        worker's own. After every sync_every-th step() what has changed goes to a validator, and
-        the model is what validators make of everybody's changes. options: of
-        fastps.ValidatedSteps, sync_every among them; some are fastps.torch.Validator's too. Raises
+        model: its trainable parameters are exchanged. inner: any optimizer of them; its state
+        stays on the worker. After every sync_every-th step() the changes go to a validator, and
+        the model gets the values that validators make of all workers' changes. options: of
+        fastps.ValidatedSteps, as sync_every; some are of fastps.torch.Validator too. Raises
         ValueError, TypeError, and ConfigError in a job without validators.
         """
         self.inner = inner
         super().__init__(_trained(model), **options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do a step of the inner optimizer, then advance(); give the closure's loss."""
+        """Do a step of the inner optimizer, then advance(); return the closure's loss."""
         return InnerSteps.step(self, closure)
 
     def _read(self, own: torch.Tensor) -> Array:
@@ -81,7 +78,7 @@ class ValidatedOptimizer(ValidatedSteps, InnerSteps):
         return own.dtype in HALVES
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what ValidatedSteps does, as tensors, and the state of the inner optimizer."""
+        """Return the state of ValidatedSteps, as tensors, and of the inner optimizer."""
         state = {
             name: value if name == "numbers" else _mapped(torch.from_numpy, value)
             for name, value in super().state_dict().items()
@@ -89,7 +86,7 @@ class ValidatedOptimizer(ValidatedSteps, InnerSteps):
         return state | {"inner": self.inner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict(), on top of what servers hold now. ValueError else."""
+        """Resume from a state_dict() and the servers' values. ValueError for another model."""
         kept = ("ahead", "lost", "kept")
         arrays = {name: _mapped(view_of, state[name]) for name in kept if name in state}
         super().load_state_dict({**state, **arrays})
@@ -97,7 +94,7 @@ class ValidatedOptimizer(ValidatedSteps, InnerSteps):
 
 
 class Validator(fastps.Validator):
-    """Judge what ValidatedOptimizers of the same model push; the model is what servers hold."""
+    """Judge the updates of ValidatedOptimizers; the model follows the servers' values."""
 
     def __init__(
         self,
@@ -106,11 +103,11 @@ class Validator(fastps.Validator):
         train: Callable[[], object] | None = None,
         **options: Any,
     ) -> None:
-        """Let servers hold the model's parameters, validator 0's count, and begin to read; blocks.
+        """Make servers hold validator 0's parameters, and start to read updates; blocks.
 
-        train: f() trains the model on trusted data of our own, by as many steps as workers do,
-        from values that are in it; what it changes is compared with. After round() and judge()
-        the model is what servers hold. rule, options, errors: of fastps.Validator.
+        train: f() trains the model on trusted data, from its present values and by as many steps
+        as workers do; updates are compared with its change. After round() and judge() the model
+        has the servers' values. rule, options, errors: of fastps.Validator.
         """
         self._model = _trained(model)
         own = list(self._model.values())
@@ -123,15 +120,15 @@ class Validator(fastps.Validator):
         self._show()
 
     def round(self) -> Judged:
-        """Judge a round's updates, and give the model the new values; see fastps.Validator."""
+        """Judge a round's updates, and copy the new values to the model; see fastps.Validator."""
         judged = super().round()
         self._show()
         return judged
 
     def judge(self, timeout_s: float | None = None) -> Judged | None:
-        """Judge the update that came first, and give the model the new values; blocks.
+        """Judge the first update in the inbox, and copy the new values to the model; blocks.
 
-        None: no update came in time, as of fastps.Validator.
+        Returns None if no update came in time, as fastps.Validator does.
         """
         judged = super().judge(timeout_s)
         self._show()
