@@ -151,7 +151,10 @@ class Mixer:
         self._optimizer = optimizer
         self._name = name
         self.buckets = list(bucketed(tensors))
-        self._outs = [[_room_like(one) for one in bucket] for bucket in self.buckets]
+        self._outs = [
+            [make_room(current(), x.numel(), wire_dtype(x.dtype, "a parameter")) for x in bucket]
+            for bucket in self.buckets
+        ]
         self._handles: dict[int, MappedHandle[Any]] = {}  # by bucket
         self._agreed: Agreed | None = None  # the round among the survivors, while it runs
 
@@ -201,10 +204,6 @@ def bucketed(tensors: Parameters) -> Iterable[list[torch.Tensor]]:
         nbytes += tensor.nbytes
     if bucket:
         yield bucket
-
-
-def _room_like(tensor: torch.Tensor) -> Array:
-    return make_room(current(), tensor.numel(), wire_dtype(tensor.dtype, "a parameter"))
 
 
 class Algorithm:

@@ -301,7 +301,7 @@ class DistributedDataParallel(torch.nn.Module):
         if self._is_copy:
             return self._evaluate(*inputs, **options)
         is_round = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if is_round and not _is_in_backward():
+        if is_round and torch._C._current_graph_task_id() == -1:  # not within backward()
             self._exchange.check_ended()
             self._exchange.check_in_charge()
             if not self._snapshot.are_same():
@@ -392,10 +392,6 @@ def _check_kinds(module: torch.nn.Module) -> None:
                 f"{name or 'the module'!r} is torch's SyncBatchNorm, which does not train on the "
                 "CPU: use fastps.torch.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:

@@ -67,15 +67,10 @@ class WireCodec(_None):
     def __init__(self, choice: codecs.Choice) -> None:
         self.choice = choice
 
-    @property
-    def is_by_name(self) -> bool:
-        """Return whether each gradient may have another codec."""
-        return callable(self.choice) and not codecs.is_own(self.choice)
-
     def of(self, prefix: str) -> codecs.Choice:
         """Return the choice for names with a prefix, which is hidden from a user's function."""
-        if not self.is_by_name:
-            return self.choice
+        if not callable(self.choice) or codecs.is_own(self.choice):
+            return self.choice  # the same for all names
         choice: Any = self.choice
         return lambda name: choice(name.removeprefix(prefix))
 
