@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between neighbours with a codec: encoded by senders, decoded by receivers.
+"""Codecs of what travels between neighbours: senders encode, receivers decode.
 
-Without error feedback a call sends C(x). With it, of each edge both ends keep what the receiver
-knows of the sender's array, y; a call sends C(x - y), and both add what that decodes to. So what
-a codec left out goes with later calls, y follows x, and all come to agree by
+Without error feedback a call sends C(x). With it, both ends of each edge keep what the receiver
+knows of the sender's array, y. A call sends C(x - y), and both ends add what that decodes to. So
+what a codec leaves out goes with later calls, y follows x, and all workers come to agree by
     x <- x + step * (sum over j of w_j (y_j - y))
-where with C(x) of a coarse codec they never would: Koloskova, Stich and Jaggi, "Decentralized
+where with C(x) of a coarse codec they never would. Koloskova, Stich and Jaggi, "Decentralized
 stochastic optimization and gossip algorithms with compressed communication", ICML 2019, algorithm
-1, here with what is known of each edge, so that edges may change. Our own y is the mean of what
-our targets know. Encoding is done by who starts a call, decoding by who waits for it, without the
-GIL.
+1. Here y belongs to an edge, so that edges may change; a worker's own y is the mean of what its
+targets know. The thread that starts a call encodes, the thread that waits decodes, both without
+the GIL.
 """
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 from collections.abc import Collection, Sequence
 
@@ -22,10 +21,11 @@ import numpy as np
 
 from fastps.contract.codec import HEAD_BYTES, Codec, Coding, Option
 from fastps.errors import FastPSError, MismatchError
+from fastps.graph.combine import mix
 from fastps.native._floats import DefaultFloats
 from fastps.reduce.codec._coder import Coder
-from fastps.reduce.library import codec_kernel, reduce_kernel
-from fastps.types import DType, ReduceOp
+from fastps.reduce.library import codec_kernel
+from fastps.types import DType
 from fastps.worker.handle import Array
 
 CHUNK_BYTES = 64 << 10  # of elements that share a unit, where codecs have more than one
@@ -34,17 +34,13 @@ VERSIONS = 1 << 24
 SPARSE_STEP = {Codec.TOPK: 1.0, Codec.RANDOMK: 0.4}  # times the share that is sent
 ONEBIT_STEP = 0.2
 _CONVERT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-_MIX = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-    ctypes.c_void_p,
-)  # fmt: skip
 
 
 def step_of(coding: Coding, count: int, wanted: float | None) -> float:
-    """Return the step of mixing: what is wanted, or what a codec is known to stand (docs)."""
+    """Return the step of mixing: the wanted one, or the codec's default (docs)."""
     if wanted is not None:
         if not 0 < wanted <= 1:
-            raise ValueError(f"consensus_step={wanted:g} is not above 0 and at most 1")
+            raise ValueError(f"consensus_step={wanted:g} must be above 0 and at most 1")
         return wanted
     if coding.codec is Codec.ONEBIT:
         return ONEBIT_STEP
@@ -52,14 +48,8 @@ def step_of(coding: Coding, count: int, wanted: float | None) -> float:
     return SPARSE_STEP[coding.codec] * share if coding.codec in SPARSE_STEP else 1.0
 
 
-def check_coding(coding: Coding) -> None:
-    """Raise ValueError for what has no meaning between neighbours."""
-    if coding.mu or coding.has(Option.BYTEPS):
-        raise ValueError(f"{coding}: momentum and BytePS's layout are of gradients by servers")
-
-
 class Track:
-    """What the receivers of an edge know of an array, kept alike at both ends."""
+    """What the receivers of an edge know of the sender's array; the same at both ends."""
 
     def __init__(self, count: int) -> None:
         self.known = np.zeros(count, np.float32)
@@ -67,31 +57,32 @@ class Track:
         self._is_finite = True
 
     def copy(self) -> Track:
-        """Return one that goes its own way from here."""
+        """Return a copy, which may change apart from now on."""
         other = Track(0)
         other.known, other.version = self.known.copy(), self.version
         other._is_finite = self._is_finite
         return other
 
     def begin(self) -> None:
-        """Forget what the last call brought that is not finite, or it would stay for ever."""
+        """Begin a call: set elements that are not finite to 0, or they would stay for ever."""
         self.version += 1
         if not self._is_finite:
             self.known[~np.isfinite(self.known)] = 0
 
     def add(self, difference: Array) -> None:
-        """Know more, by the same rounding at both ends."""
+        """Add what a call decoded to, rounded alike at both ends."""
         with DefaultFloats():
             self.known += difference
         self._is_finite = bool(np.isfinite(self.known.sum(dtype=np.float64)))
 
 
-class Coded:
-    """Arrays of one name that are mixed with a codec: its coder, and what is kept of edges."""
+class EdgeCodec:
+    """The codec of arrays of one name, and what both ends of their edges know."""
 
     def __init__(self, name: str, coding: Coding, code: DType, count: int, rank: int) -> None:
-        self.about = (coding, code, count)
-        self.name, self.coding, self.code, self.count = name, coding, code, count
+        self.key = (coding, code, count)
+        self.name, self.coding, self.count = name, coding, count
+        self.has_feedback = coding.has(Option.FEEDBACK)
         plain = coding._replace(options=coding.options & ~Option.FEEDBACK)
         self._coder = Coder(
             plain, DType.FLOAT32, nbytes=4 * count, chunk_bytes=CHUNK_BYTES, name=name, rank=rank
@@ -106,11 +97,11 @@ class Coded:
     def encode(
         self, x: Array, targets: Sequence[int], gone: Collection[int]
     ) -> tuple[Array, list[int], Array]:
-        """Return blocks of bytes, which of them each target gets, and what those know of x then.
+        """Return blocks of bytes, the block of each target, and what targets then know of x.
 
-        gone: who is lost, and knows nothing.
+        gone: workers that are lost, which are not counted among the targets that know x.
         """
-        if not self.coding.has(Option.FEEDBACK):
+        if not self.has_feedback:
             self._version += 1
             return self._block(x, self._version).reshape(1, -1), [0] * len(targets), x
         fresh = Track(self.count)
@@ -123,13 +114,16 @@ class Coded:
         return np.array(blocks), places, self._known([*set(targets) - set(gone)], x)
 
     def _send(self, track: Track, targets: Sequence[int], x: Array) -> Array:
-        """Encode for all targets that know the same; others that did are left behind."""
-        if any(one is track and who not in targets for who, one in self._sent.items()):
-            apart = track.copy()
-            for who in targets:
-                if self._sent[who] is track:
-                    self._sent[who] = apart
-            track = apart
+        """Encode for the targets of this call that share a track.
+
+        Where targets of earlier calls share it too, those of this call get a copy to follow.
+        """
+        if any(one is track and peer not in targets for peer, one in self._sent.items()):
+            copy = track.copy()
+            for peer in targets:
+                if self._sent[peer] is track:
+                    self._sent[peer] = copy
+            track = copy
         track.begin()
         block = self._block(x - track.known, track.version)
         track.add(self._decoded(block, track.version))
@@ -141,7 +135,8 @@ class Coded:
             return x
         if all(one is tracks[0] for one in tracks):
             return tracks[0].known
-        return mix([one.known for one in tracks], [1 / len(tracks)] * len(tracks))
+        weights = [1 / len(tracks)] * len(tracks)
+        return _mixed([one.known for one in tracks], weights)
 
     def _block(self, v: Array, version: int) -> Array:
         block = np.zeros(self.stride, np.uint8)
@@ -161,63 +156,78 @@ class Coded:
             self._coder.decode(block[: self.wire_bytes], v.view(np.uint8), version=version)
         return v
 
-    def decode(self, block: Array, source: int) -> Array:
-        """Return what a source's bytes say of its array. Raises MismatchError."""
+    def decode_all(
+        self, rows: Array, senders: Sequence[int], lost: Collection[int]
+    ) -> dict[int, Array]:
+        """Return the arrays of all senders that are not lost, by rank. Raises MismatchError.
+
+        Ends the call. What lost senders had is forgotten.
+        """
+        for one in lost:
+            self._heard.pop(one, None)
+        found = {
+            sender: self._decode(block, sender)
+            for sender, block in zip(senders, rows, strict=True)
+            if sender not in lost
+        }
+        self.is_busy = False
+        return found
+
+    def _decode(self, block: Array, sender: int) -> Array:
         if not self.count:
             return np.empty(0, np.float32)
         tag = int(block[4:HEAD_BYTES].view(np.uint32)[0])
-        if not self.coding.has(Option.FEEDBACK):
-            self._check(tag >> 24 == self.coding.codec, source)
+        if not self.has_feedback:
+            self._check(tag >> 24 == self.coding.codec, sender)
             return self._decoded(block, tag % VERSIONS)
-        track = self._heard.setdefault(source, Track(self.count))
+        track = self._heard.setdefault(sender, Track(self.count))
         track.begin()
-        self._check(tag == self._tag(track.version), source)
+        self._check(tag == self._tag(track.version), sender)
         track.add(self._decoded(block, track.version))
         return track.known
 
-    def _check(self, is_right: bool, source: int) -> None:
+    def _check(self, is_right: bool, sender: int) -> None:
         if not is_right:
             raise MismatchError(
-                f"what worker {source} sent of {self.name!r} does not follow what it sent before, "
-                f"or is not {self.coding}: all neighbors give a name the same compression, in "
-                "every call of it; use another name to begin anew"
+                f"{self.name!r}: the block of worker {sender} does not follow its last one, or is "
+                f"not encoded by {self.coding}: all neighbors give a name the same compression, "
+                "in every call of it; use another name to begin anew"
             )
 
-    def lose(self, source: int) -> None:
-        """Forget what a worker had that is lost."""
-        self._heard.pop(source, None)
 
+def codec_of(
+    codecs: dict[str, EdgeCodec], name: str | None, coding: Coding, code: DType, count: int,
+    rank: int,
+) -> EdgeCodec:  # fmt: skip
+    """Return the codec of a name for one call; a new one where type, size or coding changed.
 
-class CodedNames:
-    """What is kept by name."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, Coded] = {}
-
-    def take(self, name: str | None, coding: Coding, code: DType, count: int, rank: int) -> Coded:
-        """Return what is kept under a name, anew if it was something else, for one call at a time.
-
-        Raises ValueError for what is never the same: error feedback without a name.
-        """
-        check_coding(coding)
-        has_feedback = coding.has(Option.FEEDBACK)
-        if name is None and has_feedback:
-            raise ValueError("what error feedback keeps belongs to a name: give one")
-        words = name or ""
-        found = self._names.get(words)
-        if found is None or found.about != (coding, code, count):
-            found = self._names[words] = Coded(words, coding, code, count, rank)
-        if found.is_busy:
-            raise FastPSError(
-                f"{words!r}: the last call with error feedback is under way, or has failed; wait "
-                "for it, or use another name to begin anew"
-            )
-        found.is_busy = has_feedback
-        return found
+    Raises ValueError for a coding without a meaning between neighbours.
+    """
+    if coding.mu or coding.has(Option.BYTEPS):
+        raise ValueError(
+            f"compression={coding}: momentum and BytePS's layout are for gradients that servers "
+            "sum, not for neighbors; give a codec without them"
+        )
+    has_feedback = coding.has(Option.FEEDBACK)
+    if name is None and has_feedback:
+        raise ValueError(
+            f"compression={coding} keeps error feedback from call to call: give the call a name"
+        )
+    key = name or ""
+    found = codecs.get(key)
+    if found is None or found.key != (coding, code, count):
+        found = codecs[key] = EdgeCodec(key, coding, code, count, rank)
+    if found.is_busy:
+        raise FastPSError(
+            f"{key!r}: the last call with error feedback is still in flight, or has failed; wait "
+            "for it, or use another name to begin anew"
+        )
+    found.is_busy = has_feedback
+    return found
 
 
 def widened(array: Array, code: DType) -> Array:
-    """Return float32 of an array; it itself if it is that already."""
+    """Return an array as float32, without a copy where it is that already."""
     if code is DType.FLOAT32:
         return array.reshape(-1)
     v = np.empty(array.size, np.float32)
@@ -227,7 +237,7 @@ def widened(array: Array, code: DType) -> Array:
 
 
 def narrowed(v: Array, out: Array, code: DType) -> None:
-    """Put float32 into an array of another type."""
+    """Write float32 into an array of another type."""
     if code is DType.FLOAT32:
         out.reshape(-1)[...] = v
         return
@@ -235,40 +245,14 @@ def narrowed(v: Array, out: Array, code: DType) -> None:
     _CONVERT(kernel)(v.ctypes.data, out.ctypes.data, out.size)
 
 
-def mix(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
-    """Return the weighted sum, in order."""
-    n, out = len(arrays), np.empty(arrays[0].size, np.float32)
-    addresses = (ctypes.c_void_p * n)(*[one.ctypes.data for one in arrays])
-    values = (ctypes.c_double * n)(*weights)
-    kernel = reduce_kernel(ReduceOp.MIX, DType.FLOAT32)
-    _MIX(kernel)(addresses, n, out.ctypes.data, out.size, ctypes.byref(values))
-    return out
-
-
-def finish_coded(
-    coded: Coded, rows: Array, heard: Sequence[int], missed: Sequence[int]
-) -> dict[int, Array]:
-    """Return what all that were heard have, by rank; who is lost is forgotten."""
-    for one in missed:
-        coded.lose(one)
-    found = {one: coded.decode(row, one)
-             for one, row in zip(heard, rows, strict=True) if one not in missed}  # fmt: skip
-    coded.is_busy = False
-    return found
-
-
 def moved(
     arrays: Sequence[Array], place: int, own: Array, weights: Sequence[float], step: float
 ) -> Array:
-    """Return x + step * sum of w_j (y_j - y); arrays: x in its place among all y_j."""
+    """Return x + step * sum of w_j (y_j - y); arrays: x in its place among all y_j; own: y."""
     shares = [step * weight for other, weight in enumerate(weights) if other != place]
     others = [one for other, one in enumerate(arrays) if other != place]
-    return mix([arrays[place], own, *others], [1.0, -sum(shares), *shares])
+    return _mixed([arrays[place], own, *others], [1.0, -sum(shares), *shares])
 
 
-def in_order(found: dict[int, Array], own: Array, me: int) -> tuple[list[int], list[Array], int]:
-    """Return ranks and arrays, ours among them, ascending, and our place."""
-    members = sorted(found)
-    place = bisect.bisect(members, me)
-    arrays = [found[one] for one in members]
-    return [*members[:place], me, *members[place:]], [*arrays[:place], own, *arrays[place:]], place
+def _mixed(arrays: Sequence[Array], weights: Sequence[float]) -> Array:
+    return mix(arrays, weights, np.empty(arrays[0].size, np.float32), DType.FLOAT32)

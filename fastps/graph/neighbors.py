@@ -2,15 +2,12 @@
 """The graphs of a session, of workers and of machines, and operations among neighbours on them.
 
 Takes C-contiguous arrays, chooses edges and weights (weights.py) and steps (schedule.py), and
-starts them on the group of all workers. Graphs are each worker's own knowledge: nothing is
+starts them on the group of all workers. Each worker sets its graphs by itself: nothing is
 communicated when they change. Threads: any; operations without a name from one.
 """
 
 from __future__ import annotations
 
-import bisect
-import ctypes
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,33 +17,25 @@ from fastps.collectives.group import Group
 from fastps.contract.codec import Coding, Option
 from fastps.errors import ArgumentError
 from fastps.graph import schedule as plans
-from fastps.graph.rules import (
-    ClippingRule,
-    OrderRule,
-    Rule,
-    clipped_weights,
-)
+from fastps.graph.combine import combine, mix
+from fastps.graph.rules import ClippingRule, OrderRule, Rule
 from fastps.graph.schedule import Edges
-from fastps.graph.survivor_weights import is_of_columns, redirected, renormalised, without
+from fastps.graph.survivor_weights import is_of_columns, redirected, remaining, without
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
 from fastps.topology import Topology, as_topology, exponential_graph
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
-    from fastps.graph.edge_codecs import CodedNames
-
-_RULE = ctypes.CFUNCTYPE(
-    ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-    ctypes.c_void_p,
-)  # fmt: skip
+    from fastps.graph.edge_codecs import EdgeCodec
 
 
 class Neighbors:
     """Who this worker's neighbours are, and the operations among them.
 
-    pair: gives the group of this worker and another one; living: that of all who are left.
-    goes_on: who is lost is left out.
+    Each operation writes its result into `out` by the time its handle is done. pair: returns the
+    group of this worker and another one. living: returns the group of all workers that are not
+    lost. goes_on: operations leave lost workers out instead of failing.
     """
 
     def __init__(
@@ -57,21 +46,21 @@ class Neighbors:
         self._living, self._left = living, group  # kept, with what it has ready
         self._group = group
         self._pair = pair
-        numbers = dict.fromkeys(group.machines)  # in the order of their first members
+        numbers = list(dict.fromkeys(group.machines))  # in the order of their first members
         self.machines = [
             tuple(rank for rank, there in enumerate(group.machines) if there == one)
             for one in numbers
         ]
-        self.machine = list(numbers).index(group.machines[group.rank])
+        self.machine = numbers.index(group.machines[group.rank])
         self._graph: Graph | None = None
         self._machine_graph: Graph | None = None
-        self._coded: CodedNames | None = None
+        self._codecs: dict[str, EdgeCodec] = {}
 
     # ---- graphs ----
 
     @property
     def graph(self) -> Graph:
-        """The graph of workers: an exponential one, if none was set."""
+        """The graph of workers: an exponential one unless another was set."""
         if self._graph is None:
             self._graph = Graph(exponential_graph(self._group.size), False)
         return self._graph
@@ -84,11 +73,11 @@ class Neighbors:
         return self._machine_graph
 
     def set_graph(self, graph: Any, *, is_weighted: bool) -> None:
-        """Make a graph that of the workers; None: the exponential one."""
+        """Set the graph of workers; None: the exponential one."""
         self._graph = None if graph is None else _sized(graph, self._group.size, is_weighted)
 
     def set_machine_graph(self, graph: Any, *, is_weighted: bool) -> None:
-        """Make a graph that of the machines."""
+        """Set the graph of machines; None: the exponential one."""
         size = len(self.machines)
         self._machine_graph = None if graph is None else _sized(graph, size, is_weighted)
 
@@ -99,183 +88,142 @@ class Neighbors:
         array: Array,
         out: Array,
         *,
+        rule: Rule | None = None,
+        coding: Coding | None = None,
+        consensus_step: float | None = None,
         self_weight: float | None = None,
         src_weights: Mapping[int, float] | None = None,
         dst_weights: Targets | None = None,
-        rule: OrderRule | None = None,
         is_checked: bool = True,
         name: str | None = None,
         dtype: DType | None = None,
     ) -> OperationHandle:
-        """Start to mix our array with those of neighbours, or to combine them by a rule."""
-        group = self._group
-        how = mixing(self.graph, group.rank, self_weight, src_weights, dst_weights,
-                     is_checked=is_checked)  # fmt: skip
-        if rule is None:
-            return _start_mix(group, how, array, out, name, dtype)
-        if isinstance(rule, type) or not isinstance(rule, OrderRule):
+        """Start to mix our array with those of neighbours, or to combine them by a rule.
+
+        coding: the codec that encodes what is sent. Arrays are folded as they arrive, unless a
+        rule looks at whole arrays or lost workers are left out: those wait for all.
+        """
+        group, code = self._group, _floats(array, dtype)
+        if not isinstance(rule, Rule | None):
             raise TypeError(
                 f"rule={rule!r}: neighbors take fastps.TrimmedMean(b), CoordinateMedian(), "
                 "SelfCentredClipping(radius) and AdaptiveClipping(share); those of "
                 "fastps.byzantine are for what servers reduce, as push_pull()"
             )
-        return _start_trimmed(group, how, rule, array, out, name, dtype)
-
-    def combined(
-        self,
-        array: Array,
-        out: Array,
-        *,
-        rule: Rule | None = None,
-        self_weight: float | None = None,
-        src_weights: Mapping[int, float] | None = None,
-        dst_weights: Targets | None = None,
-        is_checked: bool = True,
-        name: str | None = None,
-        dtype: DType | None = None,
-    ) -> tuple[OperationHandle, Callable[[], Array]]:
-        """Start to gather what neighbours have; when it is there, the second puts it into out.
-
-        So a rule may look at whole arrays, and who is lost midway is left out with all it has.
-        """
-        self_weight, targets = redirected(self_weight, dst_weights, self._group.gone())
-        how = mixing(self.graph, self._group.rank, self_weight, src_weights, targets,
+        is_clipped = isinstance(rule, ClippingRule)
+        is_gathered = coding is None and (is_clipped or self.goes_on)
+        gone = group.gone() if is_gathered else ()
+        own_weight, targets = redirected(self_weight, dst_weights, gone)
+        how = mixing(self.graph, group.rank, own_weight, src_weights, targets,
                      is_checked=is_checked)  # fmt: skip
-        if isinstance(rule, ClippingRule) and how.edges.n_copies:
-            raise ValueError("what is clipped is sent as it is: give dst_weights without factors")
-        return self._combine(self._group, how, array, out, rule, name, dtype,
-                             keeps_row=not is_of_columns(dst_weights))  # fmt: skip
+        if how.edges.n_copies and (coding is not None or is_clipped):
+            raise ValueError(
+                f"dst_weights={dst_weights!r} scale what is sent, and arrays that are encoded or "
+                "clipped are sent as they are: give ranks, without factors"
+            )
+        if coding is not None:
+            return self._start_coded(how, coding, consensus_step, rule, array, out, name, code)
+        if is_gathered:
+            return self._start_gathered(group, how, rule, array, out, name, code,
+                                        keeps_sum=not is_of_columns(dst_weights))  # fmt: skip
+        assert not isinstance(rule, ClippingRule)
+        return _start_folded(group, how, rule, array, out, name, code)
 
-    def _combine(
-        self, group: Group, how: Mixing, array: Array, out: Array, rule: Rule | None,
-        name: str | None, dtype: DType | None, *, keeps_row: bool = True,
-    ) -> tuple[OperationHandle, Callable[[], Array]]:  # fmt: skip
-        edges, code = how.edges, _floats(array, dtype)
-        heard, count = [*edges.sources, *edges.ignored], len(edges.sources) + 1
-        rows = np.empty((len(heard), array.size), array.dtype)
+    def _start_gathered(
+        self, group: Group, how: Mixing, rule: Rule | None, array: Array, out: Array,
+        name: str | None, code: DType, *, keeps_sum: bool = True,
+    ) -> OperationHandle:  # fmt: skip
+        """Start to gather whole arrays; those of neighbours lost midway are left out."""
+        edges, me = how.edges, group.rank
+        senders = [*edges.sources, *edges.ignored]
+        rows = np.empty((len(senders), array.size), array.dtype)
         handle = group.among_neighbors(
             ("neighbor_gather", array.nbytes, *edges),
             lambda: plans.neighbor_allgather(
-                group.rank, edges, array.nbytes, [array.nbytes] * len(heard), heard),
-            array, rows, name=name, dtype=code, weights=how.weights[count:], goes_on=self.goes_on,
+                me, edges, array.nbytes, [array.nbytes] * len(senders), senders),
+            array, rows, name=name, dtype=code, weights=how.scales, goes_on=self.goes_on,
         )  # fmt: skip
-        weights = how.weights[:count] or (1 / count,) * count
-        own = bisect.bisect(edges.sources, group.rank)
-        arrays = [*rows[: count - 1]]
-        arrays.insert(own, array.reshape(-1))
-        members = [*edges.sources]
-        members.insert(own, group.rank)
+        members = sorted((me, *edges.sources))
+        arrays = dict(zip(senders, rows, strict=True)) | {me: array.reshape(-1)}
 
-        def finish() -> Array:
-            missed = handle.missed
-            is_there = [one not in missed for one in members]
-            left = list(itertools.compress(arrays, is_there))
-            shares = (
-                renormalised(weights, is_there)
-                if keeps_row
-                else list(itertools.compress(weights, is_there))
-            )
-            place = own - is_there[:own].count(False)
-            return _finish_mix(rule, left, place, shares, out, code, is_mean=edges.is_mean)
+        def finish(_: object) -> None:
+            lost = handle.missed
+            left = [one for one in members if one not in lost]
+            weights = remaining(how.shares, [one in left for one in members], keeps_sum=keeps_sum)
+            combine(rule, [arrays[one] for one in left], left.index(me), weights, out, code,
+                    is_mean=edges.is_mean)  # fmt: skip
 
-        return handle, finish
+        return handle.then(finish)
 
-    def coded(
-        self,
-        array: Array,
-        out: Array,
-        coding: Coding,
-        *,
-        step: float | None = None,
-        rule: Rule | None = None,
-        self_weight: float | None = None,
-        src_weights: Mapping[int, float] | None = None,
-        dst_weights: Targets | None = None,
-        is_checked: bool = True,
-        name: str | None = None,
-        dtype: DType | None = None,
-    ) -> tuple[OperationHandle, Callable[[], Array]]:
-        """Start to mix what neighbours send with a codec; the second decodes, mixes, fills out."""
+    def _start_coded(
+        self, how: Mixing, coding: Coding, step: float | None, rule: Rule | None, array: Array,
+        out: Array, name: str | None, code: DType,
+    ) -> OperationHandle:  # fmt: skip
+        """Start to send encoded blocks; the thread that waits decodes and combines them."""
         from fastps.graph import edge_codecs  # noqa: PLC0415  (few jobs need it)
 
-        group, code, me = self._group, _floats(array, dtype), self._group.rank
-        how = mixing(self.graph, me, self_weight, src_weights, dst_weights, is_checked=is_checked)
-        _check_coded(coding, how, rule)
+        has_feedback = coding.has(Option.FEEDBACK)
+        if rule is not None and has_feedback:
+            raise ValueError(
+                f"rule={rule!r} looks at arrays, and with error feedback neighbors send "
+                "differences: give compression without ef"
+            )
+        group, me, edges = self._group, self._group.rank, how.edges
         step = edge_codecs.step_of(coding, array.size, step)
-        self._coded = self._coded or edge_codecs.CodedNames()
-        kept = self._coded.take(name, coding, code, array.size, me)
+        codec = edge_codecs.codec_of(self._codecs, name, coding, code, array.size, me)
         x = edge_codecs.widened(array, code)
-        heard = [*how.edges.sources, *how.edges.ignored]
-        targets = [peer for peer, _ in how.edges.targets]
-        blocks, places, own = kept.encode(x, targets, group.gone())
-        rows = np.empty((len(heard), kept.stride), np.uint8)
-        edges = how.edges._replace(targets=tuple(zip(targets, places, strict=True)))
+        senders = [*edges.sources, *edges.ignored]
+        targets = [peer for peer, _ in edges.targets]
+        blocks, places, known = codec.encode(x, targets, group.gone())
+        rows = np.empty((len(senders), codec.stride), np.uint8)
+        edges = edges._replace(targets=tuple(zip(targets, places, strict=True)))
         handle = group.among_neighbors(
-            ("neighbor_coded", kept.wire_bytes, *edges),
-            lambda: plans.neighbor_exchange(me, edges, kept.wire_bytes, kept.stride, heard),
+            ("neighbor_coded", codec.wire_bytes, *edges),
+            lambda: plans.neighbor_exchange(me, edges, codec.wire_bytes, codec.stride, senders),
             blocks, rows, name=name, dtype=DType.UINT8, goes_on=self.goes_on,
         )  # fmt: skip
         members = sorted((me, *edges.sources))
-        weights = how.weights or (1 / len(members),) * len(members)
 
-        def finish() -> Array:
-            found = edge_codecs.finish_coded(kept, rows, heard, handle.missed)
-            found = {one: found[one] for one in edges.sources if one in found}
-            order, arrays, place = edge_codecs.in_order(found, x, me)
-            shares = renormalised(weights, [one in order for one in members])
-            if coding.has(Option.FEEDBACK):
-                result = edge_codecs.moved(arrays, place, own, shares, step)
+        def finish(_: object) -> None:
+            decoded = codec.decode_all(rows, senders, handle.missed) | {me: x}
+            left = [one for one in members if one in decoded]
+            arrays, own = [decoded[one] for one in left], left.index(me)
+            weights = remaining(how.shares, [one in decoded for one in members])
+            if has_feedback:
+                result = edge_codecs.moved(arrays, own, known, weights, step)
             else:
                 result = np.empty(x.size, np.float32)
-                _finish_mix(rule, arrays, place, shares, result, DType.FLOAT32,
-                            is_mean=edges.is_mean)  # fmt: skip
+                combine(rule, arrays, own, weights, result, DType.FLOAT32, is_mean=edges.is_mean)
             edge_codecs.narrowed(result, out, code)
-            return out
 
-        return handle, finish
+        return handle.then(finish)
 
     def pair_gossip(
         self,
         array: Array,
         out: Array,
-        target: int,
         *,
+        target: int,
         self_weight: float | None = None,
         pair_weight: float | None = None,
         name: str | None = None,
         dtype: DType | None = None,
     ) -> OperationHandle:
-        """Start to mix our array with that of one other worker, who calls it too."""
-        group, how = self._pair_mixing(target, self_weight, pair_weight)
-        return _start_mix(group, how, array, out, name, dtype)
+        """Start to mix our array with that of one other worker, which calls it too.
 
-    def pair_combined(
-        self,
-        array: Array,
-        out: Array,
-        target: int,
-        *,
-        self_weight: float | None = None,
-        pair_weight: float | None = None,
-        name: str | None = None,
-        dtype: DType | None = None,
-    ) -> tuple[OperationHandle, Callable[[], Array]]:
-        """Start pair_gossip() with one that may be lost: then ours is all there is."""
-        group, how = self._pair_mixing(target, self_weight, pair_weight)
-        return self._combine(group, how, array, out, None, name, dtype)
-
-    def _pair_mixing(
-        self, target: int, self_weight: float | None, pair_weight: float | None
-    ) -> tuple[Group, Mixing]:
+        Where the job goes on without lost workers and that one is lost, the result is our array.
+        """
         check_peers("target_rank", [target], self._group.rank, self._group.size)
         if (self_weight is None) != (pair_weight is None):
             raise ValueError("self_weight and pair_weight are given both or not at all")
-        group = self._pair(target)
-        other = 1 - group.rank
+        group, code = self._pair(target), _floats(array, dtype)
         own = 0.5 if self_weight is None else self_weight
-        weights = {other: 0.5 if pair_weight is None else pair_weight}
-        pair = Graph(exponential_graph(2), False)
-        return group, mixing(pair, group.rank, own, weights, [other], is_checked=False)
+        weights = {1 - group.rank: 0.5 if pair_weight is None else pair_weight}
+        how = mixing(Graph(exponential_graph(2), False), group.rank, own, weights, [*weights],
+                     is_checked=False)  # fmt: skip
+        if self.goes_on:
+            return self._start_gathered(group, how, None, array, out, name, code)
+        return _start_folded(group, how, None, array, out, name, code)
 
     def hierarchical_allreduce(
         self,
@@ -291,7 +239,7 @@ class Neighbors:
     ) -> OperationHandle:
         """Start to mix the average of our machine with those of neighbouring machines.
 
-        Of those that are left, when it begins; it fails if another one is lost meanwhile.
+        Workers that are lost when it starts are left out; one lost later makes it fail.
         """
         group = self._left = self._living() if self.goes_on else self._group
         machines = [tuple(group.ranks.index(one) for one in members if one in group.ranks)
@@ -300,18 +248,16 @@ class Neighbors:
         self_weight, targets = redirected(self_weight, dst_machine_weights, gone)
         how = mixing(self.machine_graph, self.machine, self_weight, src_machine_weights, targets,
                      is_checked=is_checked)  # fmt: skip
-        how = without(how, self.machine, gone, keeps_row=not is_of_columns(dst_machine_weights))
-        edges, size = how.edges, len(how.edges.sources) + 1
-        weights = how.weights if len(how.weights) >= size else (1 / size,) * size
-        code = _floats(array, dtype)
+        how = without(how, self.machine, gone, keeps_sum=not is_of_columns(dst_machine_weights))
+        edges, code = how.edges, _floats(array, dtype)
         if group.size == 1:
-            return _alone(group, how, array, out, code)
+            return _alone(group, how.weights, array, out, code)
         return group.among_neighbors(
             ("hierarchical_neighbor_allreduce", array.nbytes, *edges), lambda:
             plans.hierarchical_neighbor_allreduce(
                 group.rank, machines, edges, array.nbytes, array.itemsize),
             array, out, name=name, dtype=code, divisor=len(machines[self.machine]),
-            weights=weights,
+            weights=(*how.shares, *how.scales),
         )  # fmt: skip
 
     def allgather(
@@ -339,7 +285,7 @@ class Neighbors:
     def ends(
         self, src_ranks: Sequence[int] | None, dst_ranks: Sequence[int] | None
     ) -> tuple[list[int], list[int]]:
-        """Check whom a call names, or take who is in the graph: sources, targets."""
+        """Return the sources and targets that a call names, checked, or else the graph's."""
         me, topology = self._group.rank, self.graph.topology
         if src_ranks is None and dst_ranks is None:
             return topology.in_neighbors(me), topology.out_neighbors(me)
@@ -367,95 +313,33 @@ def _floats(array: Array, dtype: DType | None) -> DType:
     return code
 
 
-def _check_coded(coding: Coding, how: Mixing, rule: Rule | None) -> None:
-    if how.edges.n_copies:
-        raise ValueError("what is encoded is sent as it is: give dst_weights without factors")
-    if rule is not None and coding.has(Option.FEEDBACK):
-        raise ValueError("a rule looks at what neighbors have, and with error feedback they send "
-                         "differences: give compression without ef")  # fmt: skip
-
-
-def _start_mix(
-    group: Group, how: Mixing, array: Array, out: Array, name: str | None, dtype: DType | None
-) -> OperationHandle:
-    edges, code = how.edges, _floats(array, dtype)
-    if group.size == 1:
-        return _alone(group, how, array, out, code)
-    return group.among_neighbors(
-        ("neighbor_allreduce", array.nbytes, *edges),
-        lambda: plans.neighbor_allreduce(group.rank, edges, array.nbytes, array.itemsize),
-        array, out, name=name, dtype=code, divisor=len(edges.sources) + 1, weights=how.weights,
-    )  # fmt: skip
-
-
-def _start_trimmed(
-    group: Group, how: Mixing, rule: OrderRule, array: Array, out: Array, name: str | None,
-    dtype: DType | None,
-) -> OperationHandle:  # fmt: skip
-    """Start to combine; weights say only whose arrays, and what is sent."""
-    edges, code = how.edges._replace(is_mean=True), _floats(array, dtype)
-    trim = rule.trim_of(len(edges.sources) + 1)
-    if group.size == 1:
-        return _alone(group, Mixing(edges, ()), array, out, code)
-    return group.among_neighbors(
-        ("neighbor_trimmed_mean", array.nbytes, *edges),
-        lambda: plans.neighbor_allreduce(group.rank, edges, array.nbytes, array.itemsize),
-        array, out, name=name, dtype=code, divisor=trim,
-        weights=how.weights if edges.n_copies else (),
-    )  # fmt: skip
-
-
-def _finish_mix(
-    rule: Rule | None, arrays: Sequence[Array], own: int, weights: Sequence[float], out: Array,
-    code: DType, *, is_mean: bool,
-) -> Array:  # fmt: skip
-    """Combine arrays that are there, as folds do while they come."""
-    from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
-
-    if isinstance(rule, ClippingRule):
-        return _clip(rule, arrays, own, weights, out, code)
-    n, values = len(arrays), (ctypes.c_double * len(weights))(*weights)
-    kind, args = ReduceOp.MIX, ctypes.byref(values)
-    if rule is not None:
-        trim = min(getattr(rule, "trim", n), (n - 1) // 2)  # of those that are left
-        kind, args = ReduceOp.TRIMMED_MEAN, ctypes.byref(ctypes.c_int64(trim))
-    elif is_mean:
-        kind, args = ReduceOp.SUM, ctypes.byref(ctypes.c_int64(n))
-    addresses = (ctypes.c_void_p * n)(*[one.ctypes.data for one in arrays])
-    _RULE(reduce_kernel(kind, code))(addresses, n, out.ctypes.data, out.size, args)
-    return out
-
-
-def _clip(
-    rule: ClippingRule, arrays: Sequence[Array], own: int, weights: Sequence[float], out: Array,
+def _start_folded(
+    group: Group, how: Mixing, rule: OrderRule | None, array: Array, out: Array, name: str | None,
     code: DType,
-) -> Array:  # fmt: skip
-    """Mix with the weights that clipping makes, whatever cannot be used left out."""
-    from fastps.reduce import distance_kernel, reduce_kernel  # noqa: PLC0415  (few need kernels)
+) -> OperationHandle:  # fmt: skip
+    """Start to fold arrays as they arrive.
 
-    squares = (ctypes.c_double * len(arrays))()
-    _run(distance_kernel(code), arrays, squares, out.size, ctypes.c_int64(own))
-    found = clipped_weights(rule, own, weights, list(squares))
-    used = [one == own or weight != 0.0 for one, weight in enumerate(found)]
-    kept = list(itertools.compress(found, used))
-    values = (ctypes.c_double * len(kept))(*kept)
-    target = out.ctypes.data
-    _run(reduce_kernel(ReduceOp.MIX, code), list(itertools.compress(arrays, used)), target,
-         out.size, values)  # fmt: skip
-    return out
-
-
-def _run(kernel: int, arrays: Sequence[Array], target: Any, count: int, args: Any) -> None:
-    addresses = (ctypes.c_void_p * len(arrays))(*[one.ctypes.data for one in arrays])
-    _RULE(kernel)(addresses, len(arrays), target, count, ctypes.byref(args))
+    An order rule weighs all alike: weights say only whose arrays, and what is sent.
+    """
+    kind, edges, weights = "neighbor_allreduce", how.edges, how.weights
+    divisor = len(edges.sources) + 1
+    if rule is not None:
+        kind, edges = "neighbor_trimmed_mean", edges._replace(is_mean=True)
+        weights, divisor = weights if edges.n_copies else (), rule.trim_of(divisor)
+    if group.size == 1:
+        return _alone(group, weights, array, out, code)
+    return group.among_neighbors(
+        (kind, array.nbytes, *edges),
+        lambda: plans.neighbor_allreduce(group.rank, edges, array.nbytes, array.itemsize),
+        array, out, name=name, dtype=code, divisor=divisor, weights=weights,
+    )  # fmt: skip
 
 
-def _alone(group: Group, how: Mixing, array: Array, out: Array, code: DType) -> OperationHandle:
-    """Do the operation of a job of one: what is our own has a weight too."""
+def _alone(
+    group: Group, weights: Sequence[float], array: Array, out: Array, code: DType
+) -> OperationHandle:
+    """Do the operation in a group of one: this worker's array has a weight too."""
     handle = group.allreduce(array, out, dtype=code)  # copies
-    if how.weights:
-        from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
-
-        kernel, weight = reduce_kernel(ReduceOp.MIX, code), ctypes.c_double(how.weights[0])
-        _run(kernel, [out], out.ctypes.data, out.size, weight)
+    if weights:
+        mix([out], weights[:1], out, code)
     return handle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker's edges and weights follow from: its topology, or what its call says. Pure."""
+"""Choose a worker's edges and weights: by its topology, or by the arguments of a call. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,31 @@ Targets: TypeAlias = Mapping[int, float] | Iterable[int]
 
 
 class Graph(NamedTuple):
-    """The static graph, and whether its weights count; else all sources are weighed alike."""
+    """The static graph, and whether its weights count; else all sources weigh alike."""
 
     topology: Topology
     is_weighted: bool
 
 
 class Mixing(NamedTuple):
-    """How one call mixes: the edges, and the weights of what is mixed and of scaled copies."""
+    """How one call mixes: edges, then weights of what is mixed, by rank, and of scaled copies.
+
+    Weights of what is mixed are left out where they are all alike and nothing is scaled.
+    """
 
     edges: Edges
     weights: tuple[float, ...]
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Weights of what is mixed, this member's own too, also where they are all alike."""
+        count = len(self.edges.sources) + 1
+        return self.weights[:count] or (1 / count,) * count
+
+    @property
+    def scales(self) -> tuple[float, ...]:
+        """Weights of scaled copies."""
+        return self.weights[len(self.edges.sources) + 1 :]
 
 
 def mixing(
@@ -38,20 +52,24 @@ def mixing(
 ) -> Mixing:
     """Choose edges and weights of one member.
 
-    Without dst_weights messages follow the static graph, and src_weights may name some of its
-    sources. With them, whatever is named. Given weights are not normalised. Raises ValueError.
+    Without dst_weights, messages follow the static graph, and src_weights may name some of its
+    sources. With dst_weights, the call names all edges. Given weights are not normalised. Raises
+    ValueError.
     """
     own, sources = _sources(graph, me, self_weight, src_weights)
     if dst_weights is None:
         topology = graph.topology
         targets = dict.fromkeys(topology.out_neighbors(me), 1.0)
-        heard = topology.in_neighbors(me)
-        if not set(sources) <= set(heard):
-            raise ValueError(f"src_weights name {sorted(sources)}, and {heard} send to {me}")
+        senders = topology.in_neighbors(me)
+        if not set(sources) <= set(senders):
+            raise ValueError(
+                f"src_weights name {sorted(sources)}, but only {senders} send to worker {me} on "
+                "this graph: name some of these, or give dst_weights too"
+            )
     elif src_weights is None:
-        raise ValueError("dst_weights need src_weights and self_weight too")
+        raise ValueError("dst_weights came without src_weights and self_weight: give all three")
     else:
-        targets, heard = _targets(dst_weights), list(sources)
+        targets, senders = _targets(dst_weights), list(sources)
     size = graph.topology.size
     check_peers("src_weights", sources, me, size)
     check_peers("dst_weights", targets, me, size)
@@ -60,7 +78,7 @@ def mixing(
     edges = Edges(
         tuple(sorted(sources)),
         tuple((one, scales.index(s) if s != 1.0 else -1) for one, s in sorted(targets.items())),
-        tuple(sorted(set(heard) - set(sources))),
+        tuple(sorted(set(senders) - set(sources))),
         is_mean=all(one == 1 / len(weights) for one in weights),
         is_checked=is_checked,
     )
@@ -73,30 +91,37 @@ def _sources(
     graph: Graph, me: int, self_weight: float | None, src_weights: Mapping[int, float] | None
 ) -> tuple[float, dict[int, float]]:
     if (self_weight is None) != (src_weights is None):
-        raise ValueError("self_weight and src_weights are given both or not at all")
+        raise ValueError(
+            f"self_weight={self_weight} and src_weights={src_weights}: give both or neither"
+        )
     if src_weights is not None:
         if not isinstance(src_weights, Mapping):
-            raise TypeError(f"src_weights is a dict of ranks, not {type(src_weights).__name__}")
+            raise TypeError(
+                f"src_weights is a {type(src_weights).__name__}; give a dict of rank: weight"
+            )
         own = 0.0 if self_weight is None else float(self_weight)
         return own, {operator.index(one): float(w) for one, w in src_weights.items()}
     if graph.is_weighted:
         return graph.topology.receive_weights(me)
-    heard = graph.topology.in_neighbors(me)
-    return 1 / (len(heard) + 1), dict.fromkeys(heard, 1 / (len(heard) + 1))
+    senders = graph.topology.in_neighbors(me)
+    share = 1 / (len(senders) + 1)
+    return share, dict.fromkeys(senders, share)
 
 
 def _targets(dst_weights: Targets) -> dict[int, float]:
-    """Take ranks with weights, or ranks alone, which get what we have."""
+    """Return the weight of each target; ranks without weights get the array as it is."""
     if isinstance(dst_weights, Mapping):
         return {operator.index(one): float(w) for one, w in dst_weights.items()}
     ranks = [operator.index(one) for one in dst_weights]
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"dst_weights name somebody twice: {ranks}")
+        raise ValueError(f"dst_weights={ranks} name a rank twice: name each once")
     return dict.fromkeys(ranks, 1.0)
 
 
 def check_peers(what: str, ranks: Iterable[int], me: int, size: int) -> None:
-    """Raise ValueError for whoever is not another one of size members."""
+    """Raise ValueError for ranks that are not those of other members."""
     wrong = [rank for rank in ranks if rank == me or not 0 <= rank < size]
     if wrong:
-        raise ValueError(f"{what} name {wrong}, which are not others of 0 to {size - 1} than {me}")
+        raise ValueError(
+            f"{what} name {wrong}; worker {me} may name ranks from 0 to {size - 1} except its own"
+        )

@@ -22,7 +22,7 @@ from fastps.config.words import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
 from fastps.graph.neighbors import Neighbors
-from fastps.graph.survivor_weights import renormalised
+from fastps.graph.survivor_weights import remaining
 from fastps.graph.weights import Graph, Targets
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker._engine import WorkerEngine
@@ -281,7 +281,7 @@ class WindowTable:
         """Return our weight and the in-neighbours' of an update, divided anew among those left."""
         known, lost = self.find(name), self._group.gone() if self._neighbors.goes_on else ()
         is_there = [True, *(one not in lost for one in known.weights)]
-        own, *others = renormalised([known.self_weight, *known.weights.values()], is_there)
+        own, *others = remaining([known.self_weight, *known.weights.values()], is_there)
         left = [one for one in known.weights if one not in lost]
         return own, dict(zip(left, others, strict=True))
 
@@ -349,7 +349,7 @@ def _receive_weights(
         return share, dict.fromkeys(sources, share)
     own, weights = graph.topology.receive_weights(me)
     is_there = [True, *(one in sources for one in weights)]
-    own, *others = renormalised([own, *weights.values()], is_there)
+    own, *others = remaining([own, *weights.values()], is_there)
     return own, dict(zip([one for one in weights if one in sources], others, strict=True))
 
 

@@ -272,16 +272,16 @@ def mistakes(me: int, n: int) -> None:
     mix = fastps.neighbor_allreduce
     raises(ValueError, "both", lambda: mix(x, self_weight=1.0))
     raises(ValueError, "both", lambda: mix(x, src_weights={other: 1.0}))
-    raises(ValueError, "dst_weights need", lambda: mix(x, dst_weights=[other]))
+    raises(ValueError, "give all three", lambda: mix(x, dst_weights=[other]))
     raises(TypeError, "dict", lambda: mix(x, self_weight=1.0, src_weights=[other]))
     bad = {"self_weight": 1.0, "src_weights": {}}
     raises(ValueError, "twice", lambda: mix(x, dst_weights=[other, other], **bad))
-    raises(ValueError, "not others", lambda: mix(x, dst_weights=[me], **bad))
-    raises(ValueError, "not others", lambda: mix(x, dst_weights=[n], **bad))
+    raises(ValueError, "may name ranks", lambda: mix(x, dst_weights=[me], **bad))
+    raises(ValueError, "may name ranks", lambda: mix(x, dst_weights=[n], **bad))
     raises(ValueError, "both", lambda: fastps.neighbor_allgather(x, src_ranks=[]))
     raises(ValueError, "twice",
            lambda: fastps.neighbor_allgather(x, src_ranks=[other] * 2, dst_ranks=[]))  # fmt: skip
-    raises(ValueError, "not others", lambda: fastps.pair_gossip(x, me))
+    raises(ValueError, "may name ranks", lambda: fastps.pair_gossip(x, me))
     raises(ValueError, "nodes", lambda: fastps.set_topology(topology.ring_graph(n + 1)))
     raises(TypeError, "graph", lambda: fastps.set_topology("ring"))
     fastps.set_topology(topology.ring_graph(n, 1))

@@ -15,7 +15,7 @@ import pytest
 
 from fastps import topology
 from fastps.byzantine import attacks
-from fastps.graph.neighbors import _finish_mix
+from fastps.graph.combine import combine
 from fastps.graph.rules import (
     AdaptiveClipping,
     CoordinateMedian,
@@ -81,8 +81,8 @@ def combined(rank: int, x: Array, told: dict[int, Array], rule: Rule | None) -> 
     members = sorted([rank, *told])
     arrays = [np.ascontiguousarray(x[rank] if one == rank else told[one]) for one in members]
     out, share = np.empty(COUNT), 1 / len(members)
-    _finish_mix(rule, arrays, members.index(rank), [share] * len(members), out, DType.FLOAT64,
-                is_mean=True)  # fmt: skip
+    combine(rule, arrays, members.index(rank), [share] * len(members), out, DType.FLOAT64,
+            is_mean=True)  # fmt: skip
     return out
 
 
@@ -149,5 +149,5 @@ def test_dissensus_keeps_a_mean_where_it_is():
             lie = attacks.dissensus(x[rank], x[honest], [share] * len(honest), share * len(lying))
             told = {one: x[one] for one in honest} | dict.fromkeys(lying, lie)
             np.testing.assert_allclose(combined(rank, x, told, None), x[rank], atol=1e-12)
-    with pytest.raises(ValueError, match="not above 0"):
+    with pytest.raises(ValueError, match="must be above 0"):
         attacks.dissensus(x[0], x[1:2], [0.5], 0.0)

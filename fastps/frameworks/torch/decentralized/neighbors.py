@@ -100,7 +100,7 @@ def pair_gossip_async(
 ) -> MappedHandle[Any]:
     """Start pair_gossip() and return a handle for synchronize()."""
     return start_mix(
-        tensor, name, ops.start_pair_gossip, target=target_rank, self_weight=self_weight,
+        tensor, name, Neighbors.pair_gossip, target=target_rank, self_weight=self_weight,
         pair_weight=pair_weight,
     )  # fmt: skip
 
@@ -147,12 +147,7 @@ def start_mix(
     some = [tensor] if isinstance(tensor, torch.Tensor) or is_one else list(tensor)
     sources = [sendable(check_tensor(one, name or "tensor")) for one in some]
     codes = [wire_dtype(one.dtype, name or "tensor") for one in sources]
-
-    def start(array: Array, out: Array, label: str | None, code: DType | None) -> Waitable:
-        return mix(current().groups.neighbors, array, out, name=label, dtype=code, **how)
-
-    arrays = [view_of(one) for one in sources]
-    handle = ops.start_fused(arrays, codes, name, start, outs, how.get("rule"))
+    handle = ops.start_fused([view_of(one) for one in sources], codes, name, mix, outs, **how)
 
     def finish(found: list[Any]) -> Any:
         tensors = [tensor_over(one, source.dtype)
