@@ -134,12 +134,21 @@ def edges(me: int, n: int) -> None:
         fastps.neighbor_allreduce(own, rule=CLIP[0], dst_weights={after: 2.0}, **turn)
     with pytest.raises(ValueError, match="leaves nothing"):
         fastps.neighbor_allreduce(own, rule=fastps.TrimmedMean(3))
-    for rule in (byzantine.TrimmedMean(1), "median", fastps.CoordinateMedian):
-        with pytest.raises(TypeError, match="neighbors take"):
-            fastps.neighbor_allreduce(own, rule=rule)
     for rule in (ORDER[0], CLIP[0]):
         with pytest.raises(TypeError, match="floats"):
             fastps.neighbor_allreduce(np.arange(3), rule=rule)
+
+
+def strange_rules() -> str:
+    """Refuse rules of another kind, whichever way arrays are combined."""
+    fastps.init()
+    own = np.ones(1 << 15, np.float32)
+    for rule in (byzantine.TrimmedMean(1), "median", fastps.CoordinateMedian):
+        for codec in (None, fastps.Compression.int8()):
+            with pytest.raises(TypeError, match="neighbors take"):
+                fastps.neighbor_allreduce(own, rule=rule, compression=codec)
+    fastps.shutdown()
+    return "done"
 
 
 def liars() -> str:

@@ -55,6 +55,13 @@ def test_rules_keep_honest_workers_together_and_the_mean_does_not(way):
     assert found == ["done"] * 5
 
 
+@pytest.mark.parametrize("on_loss", ["fail", "reweight"])
+def test_rules_of_another_kind_are_refused(on_loss):
+    environment = {"FASTPS_ON_LOSS": on_loss}
+    found = run_job(programs_robust.strange_rules, workers=2, servers=0, environment=environment)
+    assert found == ["done"] * 2
+
+
 @pytest.mark.parametrize("way", ["memory", "tcp"])
 def test_who_believes_in_an_edge_that_is_none_hears_of_it(way):
     found = run_job(programs_graph.disagreements, workers=3, servers=0, environment=WAYS[way])
