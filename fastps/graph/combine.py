@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastps.graph.rules import ClippingRule, Rule, clipped_weights
+from fastps.native._floats import DefaultFloats
 from fastps.types import DType, ReduceOp
 from fastps.worker.handle import Array
 
@@ -72,4 +73,5 @@ def _reduce(op: ReduceOp, arrays: Sequence[Array], out: Array, code: DType, args
 
 def _run(kernel: int, arrays: Sequence[Array], target: Any, count: int, args: Any) -> None:
     addresses = (ctypes.c_void_p * len(arrays))(*[one.ctypes.data for one in arrays])
-    _KERNEL(kernel)(addresses, len(arrays), target, count, ctypes.byref(args))
+    with DefaultFloats():
+        _KERNEL(kernel)(addresses, len(arrays), target, count, ctypes.byref(args))

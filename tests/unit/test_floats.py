@@ -16,7 +16,9 @@ from fastps import byzantine as bz
 from fastps.collectives.adasum import combine as adasum
 from fastps.contract.codec import Codec, Coding, Option
 from fastps.contract.rule import Rule
+from fastps.graph.combine import combine
 from fastps.graph.edge_codecs import Track
+from fastps.graph.rules import SelfCentredClipping
 from fastps.native._floats import DefaultFloats
 from fastps.reduce import norms, sum_kernel
 from fastps.reduce._combiner import Combiner
@@ -72,6 +74,13 @@ def known_of_an_edge() -> np.ndarray:
     return track.known
 
 
+def clipped_among_neighbors() -> np.ndarray:
+    out = np.empty(COUNT, np.float32)
+    arrays, weights = [numbers(j) for j in range(3)], [0.5, 0.3, 0.2]
+    combine(SelfCentredClipping(9.0), arrays, 0, weights, out, DType.FLOAT32, is_mean=False)
+    return out
+
+
 def scaled(dtype: str) -> Callable[[], np.ndarray]:
     def turn() -> np.ndarray:
         array = numbers(0).astype(dtype)
@@ -99,6 +108,7 @@ WORKS: dict[str, Callable[[], np.ndarray]] = {
     "mix": lambda: norms.mix([numbers(0), numbers(1)], [0.3, 0.7], numbers(0)),
     "adasum": lambda: adasum(numbers(0), numbers(1)),
     "edge": known_of_an_edge,
+    "neighbors": clipped_among_neighbors,
     "scaled": scaled("f4"),
     "scaled halves": scaled("f2"),
     "scaled bfloat16": scaled_bfloat16,
