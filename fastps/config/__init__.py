@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of settings, and the only reader of the environment.
 
-Decides what every setting is called, what it may be and where its value comes from: keyword,
-then its FASTPS_ name, then the alias names in listed order, then the default. Never knows what a
-setting does. Invariant: a `Config` holds values that passed their bounds, and does not change.
-Threads: any; there is no state. __main__.py is the command that shows the table.
+Decides the name, bounds and source of every setting: keyword, then its FASTPS_ name, then the
+alias names in listed order, then the default. Never knows what a setting does. Invariant: a
+`Config` holds values that passed their bounds, and does not change. Threads: any; there is no
+state. __main__.py is the command that shows the table.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class Derived(NamedTuple):
-    """Name an alias that is computed: how docs show it, and the rule that computes it.
+    """An alias that is computed: its label in docs, and the rule that computes it.
 
-    The rule gets the environment and the settings that stand earlier in the table; None means
-    that the variables it needs are not there.
+    The rule gets the environment and the settings earlier in the table. It returns None where
+    the variables that it needs are not set.
     """
 
     label: str
@@ -61,17 +61,17 @@ class Derived(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """Describe one setting: a row of the table and of docs/env.md."""
+    """One setting: a row of the table and of docs/env.md."""
 
     section: str
     field: str
     parse: Callable[[object], Any]
     default: Any
     aliases: tuple[str | Derived, ...]
-    unit: str  # for numbers: what is counted
+    unit: str  # of numbers
     allowed: tuple[Any, ...]  # (low, high) for numbers, the choices for texts, () for any
     sentence: str
-    is_secret: bool  # and must never be shown
+    is_secret: bool  # must never be shown
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class Setting(NamedTuple):
 
     @property
     def bounds(self) -> str:
-        """Return in words what the value may be; empty when it may be anything."""
+        """Return the allowed values as text; empty when any value is allowed."""
         if self.parse is as_boolean:
             return "1 or 0"
         if not self.allowed or isinstance(self.allowed[0], str):
@@ -90,7 +90,7 @@ class Setting(NamedTuple):
 
     @property
     def example(self) -> str:
-        """Return a line that sets it right."""
+        """Return a line that sets an allowed value."""
         value = self.default
         if value in (None, "") or self.parse is as_boolean:
             value = self.allowed[0] if self.allowed else EXAMPLES.get(self.field, "1")
@@ -129,14 +129,14 @@ def _set(
     allowed: tuple[Any, ...] = (),
     is_secret: bool = False,
 ) -> Any:
-    """Describe a field of Config, as a row of the table; its type has a parser."""
+    """Return a field of Config with its row of the table; parse: default by the field's type."""
     row = (section, parse, default, aliases, unit, allowed, text, is_secret)
     return field(repr=not is_secret, metadata={"row": row})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Hold every setting of one process; made by `load`. The fields are the table of settings."""
+    """All settings of one process, made by `load`. The fields are the table of settings."""
 
     # fmt: off
     role: str = _set(JOB, "worker", Derived("DMLC_WORKER_TYPE=validator", derived.role_of_zenops),
@@ -145,10 +145,10 @@ class Config:
         text="Name of the job; processes of different jobs never join each other.")
     local_rank: int | None = _set(JOB, None, "LOCAL_RANK", "BYTEPS_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", allowed=(0, MAX_PROCESSES - 1),
-        text="Number of this worker among those of its machine; given by the scheduler if unset.")
+        text="Number of this worker among those of its machine; unset, the scheduler gives it.")
     local_size: int | None = _set(JOB, None, "LOCAL_WORLD_SIZE", "BYTEPS_LOCAL_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE", unit="processes", allowed=(1, MAX_PROCESSES),
-        text="Number of workers on this machine; counted by the scheduler if unset.")
+        text="Number of workers on this machine; unset, the scheduler counts them.")
     size: int = _set(JOB, 1, "FASTPS_NUM_WORKERS", "WORLD_SIZE",
         Derived("DMLC_NUM_WORKER x local size", derived.size_of_machines), "OMPI_COMM_WORLD_SIZE",
         "SLURM_NTASKS", unit="processes", allowed=(1, MAX_PROCESSES),
@@ -157,13 +157,13 @@ class Config:
         allowed=(0, MAX_PROCESSES), text="Number of server processes of the job.")
     num_validators: int = _set(JOB, 0, "DMLC_NUM_VALIDATOR", unit="processes",
         allowed=(0, 256),
-        text="Number of validators of the job, which run the workers' program and are trusted; "
+        text="Number of validators of the job, trusted processes that run the workers' program; "
              "see docs/byzantine.md. The same in all processes.")
     rank: int | None = _set(JOB, None, Derived("DMLC_VALIDATOR_ID", derived.rank_of_validator),
         "RANK", "BYTEPS_GLOBAL_RANK",
         Derived("DMLC_WORKER_ID x local size + local rank", derived.rank_of_machine),
         "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", allowed=(0, MAX_PROCESSES - 1),
-        text="Number of this worker, or validator, in the job; given by the scheduler if unset.")
+        text="Number of this worker, or validator, in the job; unset, the scheduler gives it.")
     force_distributed: bool = _set(JOB, False, "BYTEPS_FORCE_DISTRIBUTED",
         text="Use the servers even when all workers are on one machine.")
     machine: str = _set(JOB, "", Derived(bluefog.NODES_PER_MACHINE, bluefog.machine_of),
@@ -174,22 +174,22 @@ class Config:
         text="Whether one worker of every machine serves a share of the bytes too; auto: where "
              "there are fewer servers than worker machines.")
     on_loss: str = _set(JOB, "fail", allowed=("fail", "reweight"),
-        text="What the loss of a worker means: the end of the job, or, with reweight, that "
-             "neighbors leave it out, weigh the others anew and go on; that servers move what "
-             "they hold without it (LocalSGD, AsyncLocalSGD); that validators do without it. The "
-             "same on all workers.")
+        text="What happens when a worker is lost. fail: the job ends. reweight: the job goes on; "
+             "neighbors leave the worker out and weigh the others anew, servers change the "
+             "parameters they hold without it (LocalSGD, AsyncLocalSGD), and validators judge "
+             "without it. The same on all workers.")
     check_weights: bool = _set(JOB, True,
         text="Compare the weights of all workers before the first step of a DistributedOptimizer, "
-             "so that a forgotten broadcast_parameters() is an error; off where local models are "
-             "to differ.")
+             "so that a forgotten broadcast_parameters() is an error; turn it off where local "
+             "models differ on purpose.")
     join_average: str = _set(JOB, "present", allowed=("present", "all"),
-        text="What averages are divided by while some workers are in join(): by those present, or "
-             "by all workers, as with Horovod. The same on all workers.")
+        text="Divisor of averages while some workers are in join(): the number of workers "
+             "present, or of all workers, as with Horovod. The same on all workers.")
     enable_async: bool = _set(JOB, False, "BYTEPS_ENABLE_ASYNC",
-        text="Let optimizers train asynchronously unless told otherwise.")
+        text="Let optimizers train asynchronously by default.")
     commit_dir: str = _set(JOB, "", parse=as_path,
-        text="Directory where rank 0 keeps what elastic training commits, for a job that is "
-             "started again; fastps-run --restarts gives one.")
+        text="Directory where rank 0 saves the commits of elastic training, for a job that is "
+             "started again; fastps-run --restarts sets one.")
     scheduler_host: str = _set(ADDRESS, "", "DMLC_PS_ROOT_URI", "MASTER_ADDR",
         text="Name or address of the scheduler.")
     scheduler_port: int = _set(ADDRESS, 0, "DMLC_PS_ROOT_PORT", allowed=(0, 65535),
@@ -201,8 +201,8 @@ class Config:
         text="Network to listen on: name of an interface, an address, or a network as "
              "10.0.0.0/24; if unset, the one that leads to the scheduler.")
     host: str = _set(ADDRESS, "", "DMLC_NODE_HOST",
-        text="Address that others shall use to reach this process, where it differs from the one "
-             "it listens on.")
+        text="Address by which others reach this process, where it differs from the one it "
+             "listens on.")
     port: int = _set(ADDRESS, 0, "DMLC_PORT", allowed=(0, 65535),
         text="Port this process listens on; 0 takes any free port.")
     token: str = _set(SECURITY, "", is_secret=True,
@@ -211,48 +211,48 @@ class Config:
     token_file: str = _set(SECURITY, "", parse=as_path,
         text="File that holds the token, of mode 0600 or stricter; used when the token is unset.")
     insecure: bool = _set(SECURITY, False,
-        text="Allow a job without a token: whoever reaches a port may join it.")
+        text="Allow a job without a token: any process that reaches a port may join it.")
     transport: str = _set(DATA, "auto", Derived("DMLC_ENABLE_RDMA=1", derived.rdma),
         allowed=("auto", "tcp", "rdma"),
-        text="How tensors travel: auto takes RDMA between machines that both have a device for "
-             "it, else TCP; rdma takes nothing else, also within one machine.")
+        text="How tensors travel: auto takes RDMA between machines that both have an RDMA device, "
+             "else TCP; rdma takes RDMA alone, also within one machine.")
     rdma_device: str = _set(DATA, "",
         text="Name of the RDMA device; empty takes the first with an active port.")
     rdma_port: int = _set(DATA, 0, allowed=(0, 255),
         text="Port of the RDMA device; 0 takes the first that is active.")
     rdma_gid_index: int = _set(DATA, -1, allowed=(-1, 65535),
-        text="Place of the own address in the port's table of GIDs; -1 takes the most routable.")
+        text="Index of this process's address in the port's GID table; -1 takes the most "
+             "routable one.")
     rdma_mtu: int = _set(DATA, 0, parse=as_path_mtu, unit="bytes", allowed=(0, 4096),
         text="Largest packet of RDMA: 256, 512, 1024, 2048 or 4096; 0 takes the port's.")
     rdma_traffic_class: int = _set(DATA, 0, allowed=(0, 255),
         text="Traffic class of RDMA packets, which chooses the queue in the switches.")
     rdma_timeout_s: float = _set(DATA, 8.0, unit="seconds", allowed=(0.1, 120.0),
-        text="A peer that does not answer RDMA packets for so long is given up.")
+        text="Time after which a peer that does not answer RDMA packets counts as lost.")
     # 7 is for ever on some devices: a dead peer would go unnoticed
     rdma_retries: int = _set(DATA, 6, allowed=(1, 6),
-        text="How often an RDMA packet is sent again within that time.")
+        text="How often an RDMA packet is sent again within rdma_timeout_s.")
     rdma_pinned_bytes: int = _set(DATA, 4 * GIB, unit="bytes", allowed=(0, MAX_POOL_BYTES),
         text="Most memory of tensors that stays pinned for RDMA, and most that a server keeps "
-             "for what is to come; beyond it each frame costs more.")
+             "pinned for incoming frames; beyond it each frame costs more.")
     rdma_data_path: str = _set(DATA, "auto", allowed=("auto", "native", "pyverbs"),
-        text="Who drives the RDMA device: native where libibverbs' header was there when fastps "
-             "was built, else pyverbs.")
+        text="Code that drives the RDMA device; auto: native where fastps was built with the "
+             "header of libibverbs, else pyverbs.")
     shared_memory: bool = _set(DATA, True,
         text="Let the workers of one machine reduce in shared memory; 0 makes each of them a "
              "machine of its own.")
     shared_memory_bytes: int = _set(DATA, 0, unit="bytes", allowed=(0, MAX_POOL_BYTES),
-        text="Most shared memory one process may take; 0 allows what the machine, or its "
-             "container, has.")
+        text="Most shared memory that one process may take; 0 sets no limit besides that of the "
+             "machine or container.")
     peer_memory: bool = _set(DATA, True,
-        text="Let workers that share memory copy arrays of 256 KiB and more together, private "
-             "ones too, where they lie, if the kernel allows that, and gather private ones that "
-             "come again in huge pages; 0 has the receiver alone copy, what is private by way of "
-             "shared memory.")
+        text="Let workers that share memory copy arrays of 256 KiB and more in parallel, private "
+             "arrays directly if the kernel allows that, and back reused private arrays with huge "
+             "pages. 0: the receiver copies alone, private arrays through shared memory.")
     launcher_pid: int = _set(DATA, 0, allowed=(0, 1 << 22),
         text="Process of fastps-run on this machine, whose descendants may reach this worker's "
-             "memory where Yama restricts that; set by it.")
+             "memory where Yama restricts that; set by fastps-run.")
     unix_sockets: bool = _set(DATA, True,
-        text="Use Unix sockets in place of TCP between processes of one machine.")
+        text="Use Unix sockets instead of TCP between processes of one machine.")
     partition_bytes: int = _set(DATA, 4096000, "BYTEPS_PARTITION_BYTES", parse=as_partition,
         unit="bytes", allowed=(4096, GIB),
         text="Largest piece of a tensor that one server owns; rounded up to a multiple of 64. "
@@ -282,12 +282,12 @@ class Config:
     autotune_steps: int = _set(DATA, 10, "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", unit="steps",
         allowed=(2, 10000), text="Steps that are measured with each setting.")
     autotune_seed: int = _set(DATA, 0, allowed=(0, (1 << 31) - 1),
-        text="What decides in which order settings are tried.")
+        text="Seed of the order in which settings are tried.")
     links_per_peer: int = _set(DATA, 1, unit="connections", allowed=(1, 16),
         text="Data connections between a worker and a server.")
     same_host_congestion: str = _set(DATA, "cubic,reno",
         text="Congestion control for peers on the same machine: the first of the list that the "
-             "kernel has; empty leaves the machine's own.")
+             "kernel has; empty keeps the machine's default.")
     io_threads: int = _set(THREADS, 1, unit="threads", allowed=(1, 64),
         text="Threads that move bytes.")
     engine_threads: int = _set(THREADS, -1, "BYTEPS_SERVER_ENGINE_THREAD", unit="threads",
@@ -302,15 +302,15 @@ class Config:
         allowed=(-1, 16), text="Threads of a worker that share each long copy and sum in shared "
         "memory. -1 chooses: its share of the CPUs, at most 4.")
     rules: str = _set(DATA, "",
-        text="Rules of one's own (docs/byzantine.md) that a server may import, module:function, "
-             "by commas. Workers name them; no code comes from workers.")
+        text="User-defined rules (docs/byzantine.md) that a server may import, as "
+             "module:function, separated by commas. Workers name them; no code comes from "
+             "workers.")
     inline_sum_bytes: int = _set(THREADS, 65536, unit="bytes", allowed=(0, GIB),
         text="Chunks up to this size are summed where they arrive, waking no other thread.")
     spin_us: int = _set(THREADS, 50, unit="microseconds", allowed=(0, 10000),
-        text="How long a waiting thread looks again before it sleeps.")
+        text="How long a waiting thread spins before it sleeps.")
     cpus: str = _set(THREADS, "", Derived("BYTEPS_VISIBLE_CPU_CORES", derived.cpus_of_local_rank),
-        text="CPUs for the library's threads, as 0-3,8; empty leaves them where the process may "
-             "run.")
+        text="CPUs for the library's threads, as 0-3,8; empty: all CPUs of the process.")
     numa_node: int = _set(THREADS, -1, allowed=(-1, 1023),
         text="NUMA node for the library's threads and memory; -1 leaves it to the kernel.")
     pool_bytes: int = _set(THREADS, 0, unit="bytes", allowed=(0, MAX_POOL_BYTES),
@@ -319,29 +319,28 @@ class Config:
         allowed=(0.1, DAY_S),
         text="How long a process waits until the whole job has joined.")
     start_watch_s: float = _set(TIMES, 20.0, unit="seconds", allowed=(0.0, 86400.0),
-        text="How long the first process may wait for the start before the scheduler says who is "
-             "missing; it says so again after twice that time, and so on. 0 says nothing.")
+        text="How long the first process may wait for the start before the scheduler logs which "
+             "processes are missing; again after twice that time, and so on. 0 turns it off.")
     stall_watch_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
-        text="How long an operation may take before the scheduler says who holds it up, and where "
-             "that worker's program is; it says so again after twice that time, and so on. 0 says "
-             "nothing.")
+        text="How long an operation may take before the scheduler logs which worker holds it up, "
+             "and where its program is; again after twice that time, and so on. 0 turns it off.")
     connect_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
         text="How long one connection may take to be made.")
     handshake_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
-        text="How long a new connection may take to show that it knows the token.")
+        text="How long a new connection may take to prove that it knows the token.")
     op_timeout_s: float = _set(TIMES, 300.0, unit="seconds", allowed=(0.1, 7 * DAY_S),
         text="How long an operation may take while every peer is alive.")
     shutdown_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
         text="How long shutdown() waits for threads and peers.")
     heartbeat_s: float = _set(TIMES, 0.5, unit="seconds", allowed=(0.05, 60.0),
-        text="Time between two signs of life.")
+        text="Time between two heartbeats.")
     lease_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.2, 3600.0),
-        text="A process that gave no sign of life for so long is taken for dead; at least twice "
+        text="A process without a heartbeat for this time counts as lost; at least twice "
              "heartbeat_s.")
     linger_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
         text="How long scheduler and servers stay after the last worker left, for a new init().")
     tcp_user_timeout_s: float = _set(TIMES, 30.0, unit="seconds", allowed=(1.0, 3600.0),
-        text="A data connection whose bytes stay unacknowledged for so long is given up.")
+        text="Time after which a data connection with unacknowledged bytes is closed.")
     trace_on: bool = _set(TRACING, False, "BYTEPS_TRACE_ON",
         Derived("BLUEFOG_TIMELINE: on", bluefog.if_traced(True)),
         text="Write a timeline of every stage; see docs/timeline.md.")
@@ -354,40 +353,40 @@ class Config:
         allowed=(0, MAX_VERSION), text="The last one; 0 goes on to the end.")
     trace_dir: str = _set(TRACING, "./trace", "BYTEPS_TRACE_DIR", "BLUEFOG_TIMELINE",
         parse=as_path,
-        text="Directory of what processes trace; the last of those that share it to end makes "
+        text="Directory of the traces of processes; the last process that ends makes "
              "timeline.json there.")
     status: bool = _set(TRACING, True,
-        text="Answer `fastps top` and fastps-run, over a Unix socket, for the same user alone.")
+        text="Answer `fastps top` and fastps-run over a Unix socket, for the same user only.")
     metrics_port: int = _set(TRACING, 0, allowed=(0, 65000),
-        text="Serve /metrics and /status.json at this port plus the local rank; 0: nowhere.")
+        text="Serve /metrics and /status.json at this port plus the local rank; 0 turns it off.")
     metrics_host: str = _set(TRACING, "127.0.0.1",
-        text="Address to serve them at; any but the loopback needs a token.")
+        text="Address at which they are served; any but the loopback needs a token.")
     metrics_token_file: str = _set(TRACING, "", parse=as_path,
-        text="File of mode 0600 with what a Bearer must show there; not the job's token.")
+        text="File of mode 0600 with the bearer token of requests; not the job's token.")
     trace_file: str = _set(TRACING, "", parse=as_path,
-        text="Timeline that fastps-run will make of the traces of this job; set by it.")
+        text="Timeline that fastps-run makes of the traces of this job; set by fastps-run.")
     telemetry_on: bool = _set(TRACING, True, "BYTEPS_TELEMETRY_ON",
-        text="Measure what get_pushpull_speed() tells.")
+        text="Measure what get_pushpull_speed() returns.")
     enable_gdb: bool = _set(TRACING, False, "BYTEPS_ENABLE_GDB",
         text="Let fastps-run start workers under gdb, which shows where one crashed.")
     log_level: str = _set(DEBUGGING, "WARNING", "BYTEPS_LOG_LEVEL", "BLUEFOG_LOG_LEVEL",
         parse=as_log_level, allowed=LOG_LEVELS,
-        text="Least serious message that is logged, in any case.")
+        text="Least serious level that is logged, in upper or lower case.")
     fault: str = _set(DEBUGGING, "",
-        text="Fault to inject for tests, as point@n:action; empty injects none.")
+        text="Fault to inject for tests, as point@n:action; empty: none.")
     banner: bool = _set(DEBUGGING, True,
-        text="Let rank 0 say on stderr, in two lines, which job it has joined and by which way "
-             "its bytes go.")
+        text="Let rank 0 write two lines to stderr: which job it has joined, and which transport "
+             "its bytes take.")
     # fmt: on
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job goes on without workers that are lost."""
+        """Whether the job goes on without lost workers."""
         return self.on_loss == "reweight"
 
     @property
     def n_programs(self) -> int:
-        """How many processes run the user's program: workers, then validators."""
+        """Number of processes that run the user's program: workers, then validators."""
         return self.size + self.num_validators
 
     def token_bytes(self) -> bytes:
@@ -454,23 +453,23 @@ def explain(
 
 
 def _found(overrides: Mapping[str, object], environ: Environ) -> dict[str, tuple[Any, str]]:
-    """Return every value and its source, by field."""
+    """Return every value with its source, by field."""
     values: dict[str, Any] = {}
     found: dict[str, tuple[Any, str]] = {}
     for setting in SETTINGS:
         value, source = _resolve(setting, overrides, environ, values)
         values[setting.field] = value
         found[setting.field] = value, source
-    if found["machine"][1] == bluefog.NODES_PER_MACHINE:  # whose workers no launcher has counted
+    if found["machine"][1] == bluefog.NODES_PER_MACHINE:  # launchers counted other machines
         found["local_rank"] = found["local_size"] = None, bluefog.NODES_PER_MACHINE
     return found
 
 
 def child_environment(settings: Config | Mapping[str, object]) -> dict[str, str]:
-    """Write settings as FASTPS_ variables for a child process; None is left out.
+    """Return settings as FASTPS_ variables for a child process; None is left out.
 
-    Of a mapping only the given fields are written; each is checked as `load` would check it.
-    `load` in the child gives the same values back.
+    Of a mapping only the given fields are written; each is checked as `load` checks it. `load` in
+    the child returns the same values.
     """
     given = asdict(settings) if isinstance(settings, Config) else settings
     _check_keywords(given)
@@ -487,7 +486,7 @@ def process_environment() -> dict[str, str]:
 
 
 def cache_dir() -> Path:
-    """Name the directory for compiled kernels; the caller makes it, of mode 0700."""
+    """Return the directory of compiled kernels; the caller makes it, with mode 0700."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):
         return Path(base) / "fastps"
@@ -521,7 +520,7 @@ def _look_up(alias: str | Derived, environ: Environ, values: Values) -> tuple[st
 
 
 def _parse(setting: Setting, value: object, source: str) -> Any:
-    """Turn a given value into a checked one; ConfigError says what would be right."""
+    """Return a given value, parsed and checked. Raises ConfigError."""
     try:
         parsed = setting.parse(value)
     except ValueError as error:
@@ -563,24 +562,24 @@ def _check_keywords(names: Mapping[str, object]) -> None:
 
 
 def _warn_unknown(environ: Environ) -> None:
-    """Say what nobody reads, ours or others'; of the workers of a machine the first one does."""
+    """Warn of variables that nothing reads; only the first worker of a machine does."""
     for name in environ if environ.get("FASTPS_LOCAL_RANK") in (None, "", "0") else ():
         if name in _KNOWN_NAMES:
             continue
         if name in bluefog.INSTEAD:
-            _say_once(f"{name} is BlueFog's and is ignored: {bluefog.INSTEAD[name]}")
+            _warn_once(f"{name} is BlueFog's and is ignored: {bluefog.INSTEAD[name]}")
         elif name in byteps.INSTEAD:
             if environ[name].strip():
-                _say_once(f"{name} of BytePS does nothing{byteps.answer(name)}")
+                _warn_once(f"{name} of BytePS does nothing{byteps.answer(name)}")
         elif name.startswith((PREFIX, *byteps.PREFIXES)):
             start = name[: name.index("_") + 1]
             known = [k for k in (*_KNOWN_NAMES, *byteps.INSTEAD) if k.startswith(start)]
             hint = _nearest(name, known)
-            _say_once(f"{name} is unknown and ignored{hint}")
+            _warn_once(f"{name} is unknown and ignored{hint}")
 
 
 @functools.cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     log.warning("environment variable %s", text)
 
 
@@ -598,7 +597,7 @@ def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
 
 
 def _check_together(config: Config) -> None:
-    """Check what no single bound can."""
+    """Check settings against each other."""
     if config.role == "worker" and config.rank is not None and config.rank >= config.size:
         raise ConfigError(
             f"FASTPS_RANK={config.rank} needs FASTPS_SIZE above it, but FASTPS_SIZE={config.size}"
@@ -610,8 +609,8 @@ def _check_together(config: Config) -> None:
         )
     if config.goes_on and config.colocate == "on" and not config.num_validators:
         raise ConfigError(
-            "FASTPS_ON_LOSS=reweight is for jobs whose servers, if any, are processes of their "
-            "own: one in a worker dies with it. Leave FASTPS_COLOCATE alone"
+            "FASTPS_ON_LOSS=reweight and FASTPS_COLOCATE=on: a server in a worker's process is "
+            "lost with that worker; leave FASTPS_COLOCATE unset"
         )
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Show the settings: the command `fastps config`, or `python -m fastps.config`.
 
---markdown prints docs/env.md, --explain what the present environment amounts to.
-Knows the form of the page and nothing else; every fact is in the table. Threads: one.
+--markdown prints docs/env.md, --explain the settings of the present environment. Knows the form
+of the page and nothing else; every fact is in the table. Threads: one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ default. Aliases are variables of BytePS, BlueFog, torchrun, SLURM and Open MPI;
 counts as unset. Values out of bounds are an error. An unknown `FASTPS_`, `BYTEPS_` or `DMLC_`
 name is logged with the nearest known one. A variable of BytePS or BlueFog that does nothing here
 is logged once, with its replacement.
-`fastps config --explain` shows the settings that the present environment results in.
+`fastps config --explain` shows the settings of the present environment.
 """
 _TABLE_HEAD = "| variable | default | may be | aliases | meaning |\n|---|---|---|---|---|"
 
 
 def markdown() -> str:
-    """Write docs/env.md from the table."""
+    """Return the text of docs/env.md."""
     sections = list(dict.fromkeys(setting.section for setting in SETTINGS))
     parts = [_HEAD]
     for section in sections:
@@ -63,7 +63,7 @@ def markdown() -> str:
 
 
 def _byteps() -> str:
-    """Write what each variable of BytePS is here."""
+    """Return the table of BytePS's variables and their settings here."""
     is_theirs = (*byteps.PREFIXES, "PS_")
     found = {
         alias: f"understood as `{setting.name}`"
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what was asked for; give 2 where a setting is wrong."""
+    """Print what was asked for; return 2 where a setting is wrong."""
     if options.markdown:
         sys.stdout.write(markdown())
         return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlueFog's variables: what those with another meaning amount to, and answers to others. Pure."""
+"""BlueFog's variables: values for settings, and what to use instead of the others. Pure."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,15 +22,18 @@ INSTEAD = {
 
 
 def machine_of(environ: Mapping[str, str], values: Mapping[str, Any]) -> str | None:
-    """Name a worker's machine where so many of them, one after the other, count as one."""
+    """Return the name of a worker's machine where each N consecutive workers count as one."""
     text, rank = environ.get(NODES_PER_MACHINE, "").strip(), values["rank"]
     if not text or rank is None or values["role"] != "worker":
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{NODES_PER_MACHINE}={text!r} is not a number from 1; example: 2")
+        raise ConfigError(
+            f"{NODES_PER_MACHINE}={text!r} is not a number of workers from 1; example: "
+            f"{NODES_PER_MACHINE}=2"
+        )
     return f"machine {rank // int(text)}"
 
 
 def if_traced(value: object) -> Callable[[Mapping[str, str], Mapping[str, Any]], object | None]:
-    """Make a rule that gives a value where BlueFog's timeline is asked for: one of everything."""
+    """Return a rule that returns a value where BlueFog's timeline, of everything, is wanted."""
     return lambda environ, _: value if environ.get("BLUEFOG_TIMELINE", "").strip() else None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BytePS's and ps-lite's variables that fastps has no setting for, and what to do instead.
+"""BytePS's and ps-lite's variables without a setting in fastps, and what to use instead.
 
-A table for docs/env.md and for what is said once where one of them is set; those that fastps
-understands stand as aliases in the table of settings. Pure.
+The table is for docs/env.md and for the warning where one of them is set. Variables that fastps
+understands are aliases in the table of settings. Pure.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ _ROWS: tuple[tuple[str, str], ...] = (
      "FASTPS_TRACE_ON, a timeline of every stage of every tensor, on workers and servers"),
 )  # fmt: skip
 INSTEAD = {name: answer for names, answer in _ROWS for name in names.split()}
-PREFIXES = ("BYTEPS_", "DMLC_")  # of names that are looked at for slips of the pen
-# Read where an alias is derived, by the launchers, and by other programs of the same house.
+PREFIXES = ("BYTEPS_", "DMLC_")  # of names that are checked for misspellings
+# Read where an alias is derived, and by launchers.
 UNDERSTOOD = {
     "DMLC_NUM_WORKER": "FASTPS_SIZE",
     "DMLC_WORKER_ID": "FASTPS_RANK",
@@ -73,7 +73,7 @@ UNDERSTOOD = {
 
 
 def answer(name: str) -> str:
-    """Return what to use instead of a variable, or why nothing: the end of a sentence."""
+    """Return the end of a sentence: what to use instead of a variable, or why nothing."""
     found = INSTEAD[name]
     is_nothing = found.startswith("nothing: ")
     return f" here: {found.removeprefix('nothing: ')}" if is_nothing else f"; use {found}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program started this process, where it was none of ours, and what its word is worth.
+"""Which other program started this process: torchrun, mpirun, srun, BytePS, or none.
 
-Decides what only processes of one run share a name for, and whether they are on one machine.
-Pure. Ranks and sizes are settings as all others; their aliases stand in the table.
+Decides what identifies the processes of one run, and whether they are on one machine. Pure. Ranks
+and sizes are settings as all others; their aliases are in the table.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _IPV4 = re.compile(r"tcp://(\d+\.\d+\.\d+\.\d+)")
 
 
 class Launcher(NamedTuple):
-    """Who started this process."""
+    """The launcher of this process."""
 
     name: str
-    run: str  # what all processes of this run have, and those of no other run beside it
+    run: str  # the same in all processes of this run, another in every other run
     is_one_machine: bool
-    host: str = ""  # an address on the network that its machines have in common, if it is told
-    folder: str = ""  # a directory that its machines have in common, if it is told
+    host: str = ""  # an address on the network that its machines share, if known
+    folder: str = ""  # a directory that its machines share, if known
     has_pmix: bool = False
 
 
-# By launcher: what makes the board (control/rendezvous.py) that it carries between machines, or
-# None. Filled by who can, as torch's plugin for torchrun; what is not here may have PMIx.
+# By launcher: makes the board (control/rendezvous.py) that it carries between machines, or None.
+# Filled by plugins, as torch's for torchrun; launchers without an entry may have PMIx.
 CARRIERS: dict[str, Callable[[Launcher], Any]] = {}
 
 
 def is_left_alone(config: Config) -> bool:
-    """Return whether a worker is to meet others and nobody has named a scheduler."""
+    """Return whether a worker has peers to meet and no setting names a scheduler."""
     is_worker = config.role == "worker" and config.size > 1
     return is_worker and not (config.scheduler_port or config.num_servers or config.num_validators)
 
 
 def find(config: Config, environ: Environ) -> Launcher | None:
-    """Name the launcher whose variables are there, the innermost of several; None: there is none.
+    """Return the launcher whose variables are set, the innermost of several, or None.
 
-    config: what the same variables gave.
+    config: the settings of the same variables.
     """
     for mark, make in _FOUND:
         if environ.get(mark, "").strip():
@@ -54,10 +54,10 @@ def find(config: Config, environ: Environ) -> Launcher | None:
 
 def _torchrun(environ: Environ, config: Config) -> Launcher:
     names = ("RUN_ID", "RESTART_COUNT")
-    told = [environ.get(f"TORCHELASTIC_{name}", "") for name in names]
-    told += [environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")]
+    run = [environ.get(f"TORCHELASTIC_{name}", "") for name in names]
+    run += [environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")]
     is_one = config.local_size == config.size
-    return Launcher("torchrun", "/".join(told), is_one, host=environ.get("MASTER_ADDR", ""))
+    return Launcher("torchrun", "/".join(run), is_one, host=environ.get("MASTER_ADDR", ""))
 
 
 def _mpirun(environ: Environ, config: Config) -> Launcher:
@@ -81,19 +81,19 @@ def _srun(environ: Environ, config: Config) -> Launcher:
 
 
 def _byteps(environ: Environ, config: Config) -> Launcher:
-    """BytePS starts the workers of a machine as children of one process."""
+    """Return the launcher of BytePS, which starts a machine's workers from one process."""
     run = f"{environ.get('DMLC_PS_ROOT_PORT', '')}/{os.getppid()}"
     return Launcher("BytePS", run, environ["DMLC_NUM_WORKER"].strip() == "1")
 
 
 def _by_hand(environ: Environ, config: Config) -> Launcher:
-    """What torch.distributed's env:// wants is set without torchrun."""
+    """Return the launcher of torch.distributed's env:// variables, set without torchrun."""
     host = environ.get("MASTER_ADDR", "")
     is_here = config.local_size == config.size or host in ("localhost", "127.0.0.1", "::1")
     return Launcher("MASTER_ADDR", f"{host}/{environ.get('MASTER_PORT', '')}", is_here, host=host)
 
 
-# What tells of each, the innermost first: torchrun may be started by srun, and so may mpirun.
+# The variable that reveals each, the innermost first: srun may start torchrun or mpirun.
 _FOUND: tuple[tuple[str, Callable[[Environ, Config], Launcher]], ...] = (
     ("TORCHELASTIC_RUN_ID", _torchrun),
     ("OMPI_COMM_WORLD_SIZE", _mpirun),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this package stands; importing it raises ImportError where nothing was compiled."""
+"""Path of this package; importing it raises ImportError where nothing was compiled."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def _check_compiled() -> None:
-    """Raise ImportError where mere sources, in the working directory say, hide what is installed.
+    """Raise ImportError where sources without compiled modules hide the installed package.
 
-    So that nobody finds out by an import that fails deep inside, in some of a job's processes.
+    Else an import would fail deep inside, in some of a job's processes.
     """
     if importlib.util.find_spec("fastps._core") is None:
         folder = os.path.dirname(PACKAGE)
         raise ImportError(
-            f"{folder} has the sources of fastps without what is compiled of them, and hides a "
-            "fastps that is installed: work in another directory, or compile them where they are, "
-            "with python setup.py build_ext --inplace"
+            f"{folder} has the sources of fastps without compiled modules, and hides an installed "
+            "fastps: work in another directory, or compile them in place with python setup.py "
+            "build_ext --inplace"
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of the text of a variable or the value of a keyword; ValueError says what is right.
+"""Parsers of variables and keywords; the text of their ValueError says what is allowed.
 
 Pure; knows no setting.
 """
@@ -16,7 +16,7 @@ PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 
 
 def as_text(value: object) -> str:
-    """Take text as it is."""
+    """Return text as it is."""
     if isinstance(value, str):
         plain = value.encode(errors="ignore").decode().replace("\0", "")
         if plain == value:
@@ -25,7 +25,7 @@ def as_text(value: object) -> str:
 
 
 def as_path(value: object) -> str:
-    """Take a path."""
+    """Return a path as text."""
     if isinstance(value, (str, os.PathLike)) and "\0" not in (path := os.fsdecode(value)):
         return path
     raise ValueError("a path without zero bytes")
@@ -53,7 +53,7 @@ def as_partition(value: object) -> int:
 
 
 def as_path_mtu(value: object) -> int:
-    """Read one of the sizes that RDMA knows."""
+    """Read one of the packet sizes of RDMA."""
     size = as_integer(value)
     if size not in PATH_MTUS:
         raise ValueError(f"one of {', '.join(map(str, PATH_MTUS))}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the job's token comes from, and where it is kept out of sight.
+"""Where the job's token comes from, and how the environment hides it.
 
-Knows no other setting. Nothing here says a token in an error or a log. Threads: any.
+Knows no other setting. No error and no log line contains a token. Threads: any.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from fastps.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4096
-MIN_BYTES = 16  # shorter tokens can be guessed by whoever saw one handshake
+MIN_BYTES = 16  # shorter tokens can be guessed from one recorded handshake
 
 
 def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
-    """Return a token, else what a file holds; nothing if there is none and none is needed."""
+    """Return a token, else that of a file; empty if there is none and none is needed."""
     secret = token.encode().strip() or read_secret(path, "FASTPS_TOKEN_FILE")
     if not secret and is_needed:
         raise ConfigError(
             "this job has no token; start it with fastps-run, or set FASTPS_TOKEN_FILE to a "
             "file of mode 0600 that every process of the job can read, "
-            "or FASTPS_INSECURE=1 on a network that nobody else can reach"
+            "or FASTPS_INSECURE=1 on a network that no other program can reach"
         )
     if not secret:
-        log.warning("FASTPS_INSECURE is on: whoever reaches our ports can join this job")
+        log.warning("FASTPS_INSECURE is on: any process that reaches our ports can join this job")
     elif len(secret) < MIN_BYTES:
         raise ConfigError(
             f"the job token has {len(secret)} bytes and can be guessed; FASTPS_TOKEN or "
@@ -39,7 +39,7 @@ def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
 
 
 def read_secret(path: str, setting: str) -> bytes:
-    """Read a secret from a private file that a setting names; no path gives none."""
+    """Return the secret in the private file that a setting names; empty without a path."""
     if not path:
         return b""
     try:
@@ -58,21 +58,24 @@ def read_secret(path: str, setting: str) -> bytes:
 
 
 def _check_private(path: str, setting: str, status: os.stat_result) -> None:
-    """Refuse a token file that others may read or that somebody else wrote."""
+    """Raise ConfigError for a file that others may read, or that another user owns."""
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o177:
         raise ConfigError(
             f"{setting}={path!r} has mode {mode:04o}: others may use it; run `chmod 600 {path}`"
         )
     if status.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{setting}={path!r} belongs to user {status.st_uid}")
+        raise ConfigError(
+            f"{setting}={path!r} belongs to user {status.st_uid}; it must be a file of user "
+            f"{os.geteuid()} or root"
+        )
 
 
 def hold_token(token: str) -> tuple[str, str]:
-    """Put a token into memory; give a variable, and its value, by which children can read it.
+    """Store a token in memory; return a variable, and its value, by which children can read it.
 
-    It names a file of this process, for this user alone, that is there as long as the process.
-    Where the kernel has no such files the variable holds the token itself.
+    The variable names a file of this process, private to this user, that ends with the process.
+    Where the kernel has no such files, it holds the token itself.
     """
     try:
         descriptor = os.memfd_create("fastps-token", os.MFD_CLOEXEC)
@@ -84,9 +87,9 @@ def hold_token(token: str) -> tuple[str, str]:
 
 
 def hide_token() -> None:
-    """Take the token out of this process's environment, which children inherit and show.
+    """Remove the token from this process's environment, which children inherit and show.
 
-    `load` still finds it, by the variable that takes its place.
+    `load` still finds it, by the variable that replaces it.
     """
     token = os.environ.pop("FASTPS_TOKEN", "")
     if token:
@@ -95,13 +98,13 @@ def hide_token() -> None:
 
 
 def enter_environment(variables: Mapping[str, str]) -> None:
-    """Let `load` find settings that came by a message."""
+    """Add settings that came in a message to the environment, where `load` finds them."""
     os.environ.update(variables)
     hide_token()
 
 
 def leave_environment(names: Sequence[str]) -> None:
-    """Forget what enter_environment() was told by these names, and the token with it."""
+    """Remove the settings of enter_environment() by name, and the token."""
     kept = os.environ.pop("FASTPS_TOKEN_FILE", "")
     ours = f"/proc/{os.getpid()}/fd/"
     if kept.startswith(ours):

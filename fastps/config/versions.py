@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions are installed: of this library, of Python, of what it stands on and beside.
+"""Installed versions of this library, of Python and of other distributions.
 
-Also how to run a module of it in another process.
-
-Reads what the installation says of itself and imports nothing of it: to look at a framework costs
-seconds, and what is broken may not be importable. Threads: none.
+Also the command that runs a module of this library in another process. Reads the metadata of
+distributions and imports none: a framework takes seconds to import, and a broken one cannot be
+imported. Threads: none.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def version_of(distribution: str) -> str:
 
 
 def _version_of_sources() -> str:
-    """Read what a checkout says that was put into Python's path and never installed."""
+    """Return the version in a checkout that is in Python's path and was never installed."""
     import configparser  # noqa: PLC0415  (rarely needed)
 
     sources = configparser.ConfigParser()
@@ -40,20 +39,20 @@ def _version_of_sources() -> str:
 
 
 def command_of(module: str) -> tuple[str, ...]:
-    """Return the words that run a module of this very fastps.
+    """Return the command that runs a module of this fastps.
 
-    The present folder is left out of where Python looks, since in a checkout it has the sources
-    of fastps and perhaps nothing compiled; unless this fastps itself is from there.
+    -P leaves the working directory out of Python's path: it may be a checkout with sources of
+    fastps that are not compiled. Not where this fastps itself is from there.
     """
     home = Path(__file__).resolve().parents[2]
-    is_here = False  # where the present folder is gone
+    is_here = False  # also where the working directory is gone
     with contextlib.suppress(OSError):
         is_here = os.path.samestat(os.stat("."), os.stat(home))
     return sys.executable, *(() if is_here else ("-P",)), "-m", module
 
 
 def describe() -> str:
-    """Return in one line what matters in a report of a defect."""
+    """Return the line of versions that a bug report needs."""
     python, numpy = platform.python_version(), version_of("numpy")
     return f"fastps {version_of('fastps')} (Python {python}, NumPy {numpy})"
 
@@ -62,13 +61,13 @@ class ShowVersion(argparse.Action):
     """The option --version of every command: print one line and end with code 0."""
 
     def __init__(self, option_strings: list[str], dest: str, **_: Any) -> None:
-        """Take no value and leave none in what was parsed."""
+        """Take no value, and store none."""
         super().__init__(
             option_strings,
             argparse.SUPPRESS,
             nargs=0,
             default=argparse.SUPPRESS,
-            help="tell the versions and end",
+            help="print the versions and exit",
         )
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:

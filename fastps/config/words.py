@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a dataclass that the words of a command line set; each is described where it stands.
+"""Fields of a dataclass that command-line options set; each field describes its option.
 
-Pure. A word that was not given leaves its field at the default.
+Pure. An option that was not given leaves its field at the default.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from fastps.errors import ConfigError
 def word(
     group: str, flags: str, default: Any, read: Any, sample: Any, text: str, **more: Any
 ) -> Any:
-    """Make a field that a word sets; without a sample of its value it is a switch."""
+    """Return a field that an option sets; without a sample of its value it is a switch."""
     reading = {"type": read, "metavar": sample} if sample else {"action": "store_true"}
     metadata = {"group": group, "flags": flags.split(), "words": {"help": text, **reading, **more}}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def add_words(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add the words of a dataclass to groups of the parser, which may exist."""
+    """Add the options of a dataclass to groups of the parser, which may exist."""
     groups = {group.title: group for group in parser._action_groups}
     for field in dataclasses.fields(options):
         if title := field.metadata.get("group"):
@@ -40,7 +40,7 @@ def add_words(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 
 
 def number(what: str, read: Callable[[str], Any], least: float, most: float) -> Any:
-    """Make the reader of a number within bounds."""
+    """Return the parser of a number within bounds."""
 
     def check(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -59,12 +59,11 @@ count = functools.partial(number, "a whole number", _whole)
 
 
 def encoded_name(name: str) -> bytes:
-    """Return a name in UTF-8; ConfigError for one with surrogates, which have no bytes there."""
+    """Return a name in UTF-8. Raises ConfigError for surrogates, which UTF-8 cannot encode."""
     try:
         return name.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"the name {name!r} is not valid Unicode, so other workers cannot be told of it; "
-            "os.fsdecode() leaves surrogates for bytes that are no UTF-8: replace them, for "
-            "example by ascii(name)"
+            f"the name {name!r} is not valid Unicode: it holds surrogates, which os.fsdecode() "
+            "makes of bytes that are not UTF-8. Replace them, for example by ascii(name)"
         ) from error

@@ -208,7 +208,7 @@ def test_unknown_keyword_suggests_names():
 
 
 def test_unknown_variable_warns_with_the_nearest(caplog):
-    config._say_once.cache_clear()
+    config._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="fastps.config"):
         load({}, {"FASTPS_PARTITON_BYTES": "1", "FASTPS_DEBUG": "1", "OTHER": "1"})
     assert len(caplog.records) == 1

@@ -27,7 +27,7 @@ def test_every_variable_has_one_row():
 
 
 def said(caplog: pytest.LogCaptureFixture, environ: dict[str, str]) -> list[str]:
-    config._say_once.cache_clear()
+    config._warn_once.cache_clear()
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         config.load({}, environ)

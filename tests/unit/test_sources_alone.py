@@ -29,7 +29,7 @@ def test_sources_without_compiled_parts_say_what_to_do(tmp_path):
         )  # fmt: skip
         assert done.returncode == 1
         last = done.stderr.strip().splitlines()[-1]
-        assert f"{tmp_path} has the sources of fastps without what is compiled" in last, last
+        assert f"{tmp_path} has the sources of fastps without compiled modules" in last, last
         assert "build_ext --inplace" in last
 
 
