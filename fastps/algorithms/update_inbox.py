@@ -22,7 +22,7 @@ import numpy as np
 from fastps.byzantine.judges import are_sound
 from fastps.byzantine.update_codecs import Codes
 from fastps.byzantine.updates import (
-    NOTICE_BYTES,
+    HEADER_BYTES,
     RefusalStats,
     Update,
     UpdateAssembler,
@@ -175,7 +175,7 @@ class UpdateQueue:
         return True
 
     def _read_header(self, group: Group) -> UpdateHeader | None:
-        data = np.empty(NOTICE_BYTES, np.uint8)
+        data = np.empty(HEADER_BYTES, np.uint8)
         try:
             self._receive(group, data)
         except MismatchError:

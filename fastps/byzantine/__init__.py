@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with workers that may lie: rules, scores by trusted data, and attacks to try them.
 
-Decides what is made of updates, and which of them are whole, new and in order. Must never know how
-they travel. Threads: the caller's.
+Decides how updates are combined, and which of them are whole, new and in order. Must never know
+how they travel. Threads: the caller's.
 
-rules.py          what to give as rule=: the parameters of each, with its paper
-reference.py      what each rule makes of updates, in NumPy
+rules.py          the values of rule=: the parameters of each rule, with its paper
+reference.py      each rule in NumPy
 scores.py         rules that compare with a trusted update: FLTrust, Zeno, Zeno++, FedAsync, Kardam
-judges.py         what validators make of updates in blocks by either, with kernels
+judges.py         both kinds of rules on updates in blocks, with kernels, for validators
 model_judge.py    rules for whole tensors, where these are several blocks
-updates.py        which updates are whole, in order and new, and what became of them
+updates.py        which updates are whole, in order and new, and statistics of refusals
 update_codecs.py  updates that travel encoded
 attacks.py        what liars send
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers that lie send, to see what rules stand. Pure: the same seed, the same lies.
+"""Attacks of lying workers, to try rules with. Pure: the same seed makes the same lies.
 
-The first three are those of ZenoPS (its attacks, section "experiments"); those that know what
-honest workers send are the ones that rules find hardest; Stale and Replayed say what was right
-once. Arrays are read, and new ones given; these two keep what they were shown.
+The first three are those of ZenoPS (section "experiments"). Attacks that know the updates of
+honest workers are the hardest for rules. Stale and Replayed send what was right once. Arrays are
+only read, and results are new arrays; Stale and Replayed keep what they were shown.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class Liars:
-    """Who lies, and where: always the workers in `fixed`, others with a probability.
+    """Which workers lie, and when: those in `fixed` always, others with a probability.
 
-    rate: with which any worker lies, for each round and block by itself, as in ZenoPS.
+    rate: probability that a worker lies, drawn for each round and block, as in ZenoPS.
     """
 
     fixed: frozenset[int] = frozenset()
@@ -31,9 +31,9 @@ class Liars:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no probability."""
+        """Raise ValueError for a rate that is not a probability."""
         if not 0 <= self.rate <= 1:
-            raise ValueError(f"rate={self.rate} is not 0 to 1")
+            raise ValueError(f"rate={self.rate} must be 0 to 1")
 
     def lies(self, worker: int, step: int, block: int = 0) -> bool:
         """Return whether a worker lies about a block in a round."""
@@ -42,7 +42,7 @@ class Liars:
         return bool(self.generator(worker, step, block).random() < self.rate)
 
     def generator(self, worker: int, step: int, block: int = 0) -> np.random.Generator:
-        """Return the random numbers of one lie; their first says whether it is one."""
+        """Return the random numbers of one lie; the first decides whether the worker lies."""
         return np.random.default_rng([self.seed, worker, step, block])
 
 
@@ -85,7 +85,7 @@ def alie(honest: Sequence[Array], n: int, f: int, *, z: float | None = None) -> 
 def little_enough(n: int, f: int) -> float:
     """Return ALIE's z for f of n workers."""
     if not 0 < f < n:
-        raise ValueError(f"f={f} of n={n} workers")
+        raise ValueError(f"f={f} of n={n} workers: f must be 1 to {n - 1}")
     supporters = n // 2 + 1 - f
     share = (n - f - supporters) / (n - f)
     return statistics.NormalDist().inv_cdf(min(max(share, 1e-6), 1 - 1e-6))
@@ -107,10 +107,10 @@ def dissensus(
 ) -> Array:  # fmt: skip
     """Return what liars send one neighbour on a graph so that it does not come nearer to others.
 
-    own: what that neighbour has, x_i; honest and weights: arrays x_k of its honest in-neighbours,
-    and what each weighs; liars: what its lying in-neighbours weigh together, above 0. They all
-    send x_i - epsilon (sum over k of w_ik (x_k - x_i)) / liars: with epsilon 1 a mean leaves it
-    where it is, above 1 it is driven away from the others. He, Karimireddy and Jaggi,
+    own: the array x_i of that neighbour. honest, weights: arrays x_k of its honest in-neighbours,
+    and their weights. liars: weight of its lying in-neighbours together, above 0. They all send
+    x_i - epsilon (sum over k of w_ik (x_k - x_i)) / liars: with epsilon 1 a mean leaves it where
+    it is, above 1 it is driven away from the others. He, Karimireddy and Jaggi,
     "Byzantine-robust decentralized learning via ClippedGossip", 2022, section 4.
     """
     x = own.astype(np.float64)
@@ -121,16 +121,16 @@ def dissensus(
 
 
 class Stale:
-    """Send what was found delay rounds before as if it were of now: right, of another model."""
+    """Send the update of `delay` rounds before as if it were new: right, for another model."""
 
     def __init__(self, delay: int) -> None:
-        """Raise ValueError for a delay below 1; one object is of one worker and block."""
+        """Raise ValueError for a delay below 1; one object serves one worker and block."""
         if delay < 1:
-            raise ValueError(f"delay={delay} is not 1 or more")
+            raise ValueError(f"delay={delay} must be 1 or more")
         self._found: deque[Array] = deque(maxlen=delay + 1)
 
     def told(self, update: Array) -> Array:
-        """Return what is pushed in place of an update; at first the first one again."""
+        """Return what to push in place of an update; in the first rounds the first update."""
         self._found.append(np.array(update))
         return self._found[0].copy()
 
@@ -139,9 +139,9 @@ class Replayed:
     """Send each update as it should be, and again some rounds later, as the same message."""
 
     def __init__(self, after: int = 1) -> None:
-        """Raise ValueError for less than 1; one object is of one worker."""
+        """Raise ValueError for less than 1; one object serves one worker."""
         if after < 1:
-            raise ValueError(f"after={after} is not 1 or more")
+            raise ValueError(f"after={after} must be 1 or more")
         self._after = after
         self._sent: deque[tuple[int, Sequence[Array | None]]] = deque(maxlen=after + 1)
 
@@ -164,5 +164,5 @@ def _like(update: Array, lie: Any) -> Array:
 
 def _positive(scale: float) -> float:
     if not scale > 0:
-        raise ValueError(f"scale={scale} is not above 0")
+        raise ValueError(f"scale={scale} must be above 0")
     return scale

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule makes of updates that come in blocks, with the kernels of reduce/.
+"""Judges: apply a rule to updates that come in blocks, with the kernels of reduce/.
 
-A judge looks at one block, or at several as one: the blocks of a whole model. A block that is
-skipped is left out: what is measured of an update is measured over the blocks that it has, with
-the same blocks of the trusted one; and of each block the average is over those who sent it. What
-a rule keeps from one time to the next is the judge's own. reference.py and scores.py have the same
-in NumPy. Updates are sound, all arrays C-contiguous and of floats. One thread at a time.
+A judge looks at one block, or at all blocks of a model as one. A skipped block is left out: an
+update is measured over the blocks that it has, against the same blocks of the trusted one, and
+the average of a block is over those who sent it. What a rule keeps from round to round belongs to
+the judge. reference.py and scores.py do the same in NumPy. Updates are sound; arrays are
+C-contiguous and of floats. One thread at a time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from fastps.byzantine.model_judge import Whole
+from fastps.byzantine.model_judge import ModelRule, senders_of
 from fastps.byzantine.rules import rule_of
 from fastps.byzantine.scores import (
     Array,
     FedAsync,
-    FLTrust,
     Kardam,
     Measures,
+    TrustedRule,
     Verdict,
-    Zeno,
-    ZenoPlusPlus,
-    ZenoPlusPlusDescent,
 )
 from fastps.byzantine.updates import PARTIAL
 from fastps.contract.rule import FLOATS, MAX_VOICES, Kind, Rule
@@ -38,8 +35,7 @@ from fastps.reduce.user_rules import find_own
 from fastps.types import dtype_of
 
 Row: TypeAlias = Sequence[Array | None]  # an update, by block; None: was skipped
-# Whose score() is not overridden.
-_OURS = {one.score for one in (FedAsync, FLTrust, Zeno, ZenoPlusPlus, ZenoPlusPlusDescent)}
+_BUILT_IN = {TrustedRule.score, FedAsync.score}  # score() of rules that judge by measures
 
 
 # What became of each update, None where all of it was skipped; and the change of each block.
@@ -49,8 +45,8 @@ Judgement: TypeAlias = tuple[list[Verdict | None], list[Array]]
 class Case(NamedTuple):
     """Updates to be judged together, or one that came by itself.
 
-    number: of the round. trusted, models: by block. delay: of a single one, changes that came
-    after the value which it was made from.
+    number: of the round. trusted, models: by block. delay: number of changes since the value that
+    a single update was computed from.
     """
 
     rows: Sequence[Row]
@@ -61,7 +57,7 @@ class Case(NamedTuple):
     delay: int = 0
 
     def of(self, places: Sequence[int]) -> Case:
-        """Return the same of some blocks alone."""
+        """Return the case of some of the blocks."""
         return self._replace(
             rows=[[row[place] for place in places] for row in self.rows],
             trusted=[self.trusted[place] for place in places],
@@ -73,46 +69,62 @@ class Judge(Protocol):
     """Judges the updates of a round."""
 
     def judge(self, case: Case) -> Judgement:
-        """Return what becomes of each update, and what all come to."""
+        """Return what becomes of each update, and the change of each block."""
 
 
 def judge_of(rule: Any, likes: Sequence[Array], n: int) -> Judge:
-    """Make the judge of blocks of these shapes, for a round of n workers; ConfigError.
+    """Return the judge of blocks of these shapes, for a round of n workers. Raises ConfigError.
 
-    rule: one of fastps.byzantine, its name, a function of arrays [m, d] that gives [d], or an
+    rule: one of fastps.byzantine, its name, a function of arrays [m, d] that returns [d], or an
     object with combine(updates, trusted) or score(update, trusted).
     """
     kind = type(rule)
     if isinstance(rule, type) or getattr(rule, "__module__", "") == rule_of.__module__:
-        raise ConfigError(f"rule {rule.__name__} lacks its parameters: give what it returns")
+        raise ConfigError(
+            f"rule={rule.__name__} has no parameters yet: give what {rule.__name__}(...) returns"
+        )
     if isinstance(rule, str | Rule):
         return _ruled(rule_of(rule), None, likes, n)
-    if isinstance(rule, Kardam) or getattr(kind, "score", None) in _OURS:
+    if isinstance(rule, Kardam) or getattr(kind, "score", None) in _BUILT_IN:
         return Scored(rule)
     if hasattr(rule, "combine"):
         return Together(lambda updates, trusted, _: rule.combine(updates, trusted))
     if hasattr(rule, "score"):
         return Scored(rule)
-    if callable(rule):  # needs no name: it is called here
+    if callable(rule):  # it is called here, so it needs no name that servers can import
         return _ruled(Rule(Kind.OWN, own="here:rule"), rule, likes, n)
-    raise ConfigError(f"{rule!r} is no rule: it has neither score() nor combine()")
+    raise ConfigError(
+        f"rule={rule!r} has neither score() nor combine(): give a rule of fastps.byzantine, its "
+        "name, a function, or an object with one of these methods"
+    )
 
 
 def _ruled(rule: Rule | None, function: Any, likes: Sequence[Array], n: int) -> Judge:
     if rule is None or not rule.has_meaning():
-        raise ConfigError("a validator needs a rule")
+        raise ConfigError(f"rule={rule}: a validator needs a rule, for example 'median'")
     if n > MAX_VOICES:
-        raise ConfigError(f"{n} workers, and rules compare at most {MAX_VOICES}: add validators")
+        raise ConfigError(
+            f"{n} workers push to this validator, and rules compare at most {MAX_VOICES}: add "
+            "validators"
+        )
     if rule.kind is Kind.OWN:
         function = function or find_own(rule, rule.own)
-        return Together(_called(_combiner(rule, joined(likes), n, function)))
+        combiner = _combiner(rule, joined(likes), n, function)
+        return Together(lambda updates, trusted, number: (
+            _combined(combiner, updates, trusted, number), _accepted([[one] for one in updates])
+        ))  # fmt: skip
     if rule.is_by_element or len(likes) == 1:
-        return ByBlock(rule, likes, n)
-    return AsOne(rule, likes)
+        combiners = [_combiner(rule, like, n) for like in likes]
+        return Unscored(lambda case: [
+            _combined(combiner, [row[place] for row in case.rows], like, case.number)
+            for place, (combiner, like) in enumerate(zip(combiners, case.trusted, strict=True))
+        ])  # fmt: skip
+    model = ModelRule(rule, likes)
+    return Unscored(lambda case: model.combine(case.rows, case.number))
 
 
 def _combiner(rule: Rule, like: Array, n: int, function: Any = None) -> Combiner:
-    """Make a combiner that takes any number of updates up to n; f goes down with them."""
+    """Return a combiner of any number of updates up to n; f goes down with them."""
     most = max(n, rule.full, rule.keep * max(rule.bucket, 1))
     return Combiner(rule, dtype_of(like.dtype), n=most, count=like.size, function=function)
 
@@ -131,34 +143,21 @@ def are_sound(row: Row) -> bool:
     return all(np.isfinite(norms.square_norms([one])[0]) for one in blocks)
 
 
-def _called(combiner: Combiner) -> Callable[[list[Array | None], Array, int], Any]:
-    def combine(updates: list[Array | None], trusted: Array, number: int) -> Any:
-        flat = [[one] for one in updates]
-        return _combined(combiner, updates, trusted, number), _taken(flat)
-
-    return combine
+def _accepted(rows: Sequence[Row]) -> list[Verdict | None]:
+    """Accept each update that has any block."""
+    verdict = Verdict(True, math.nan, 1.0)
+    return [None if all(one is None for one in row) else verdict for row in rows]
 
 
-def _taken(rows: Sequence[Row]) -> list[Verdict | None]:
-    """Accept each update that has anything: what a rule without trusted data says."""
-    taken = Verdict(True, math.nan, 1.0)
-    return [None if all(one is None for one in row) else taken for row in rows]
+class Unscored:
+    """A rule without trusted data: it accepts each update, and combine makes the changes."""
 
-
-class ByBlock:
-    """A rule that looks at each block by itself, on the combiners of servers."""
-
-    def __init__(self, rule: Rule, likes: Sequence[Array], n: int) -> None:
-        self._combiners = [_combiner(rule, like, n) for like in likes]
+    def __init__(self, combine: Callable[[Case], list[Array]]) -> None:
+        self._combine = combine
 
     def judge(self, case: Case) -> Judgement:
         """Return what the rule makes of those who sent each block."""
-        return _taken(case.rows), [
-            _combined(combiner, [row[place] for row in case.rows], like, case.number)
-            for place, (combiner, like) in enumerate(
-                zip(self._combiners, case.trusted, strict=True)
-            )
-        ]
+        return _accepted(case.rows), self._combine(case)
 
 
 def _combined(
@@ -169,28 +168,17 @@ def _combined(
     return combiner.combine(updates, version=number)[0].reshape(like.shape)
 
 
-class AsOne:
-    """A rule for whole tensors, of several blocks."""
-
-    def __init__(self, rule: Rule, likes: Sequence[Array]) -> None:
-        self._whole = Whole(rule, likes)
-
-    def judge(self, case: Case) -> Judgement:
-        """Return what the rule makes of the blocks together."""
-        return _taken(case.rows), self._whole.combine(case.rows, case.number)
-
-
 class Together:
-    """A rule of one's own that sees the updates of a round side by side, as one array each.
+    """A user's rule that sees the updates of a round side by side, as one array each.
 
-    Of several blocks one that lacks any cannot be shown to it, and is refused as partial.
+    An update that lacks any of several blocks cannot be shown to it, and is refused as partial.
     """
 
     def __init__(self, combine: Callable[[list[Array | None], Array, int], Any]) -> None:
         self._combine = combine
 
     def judge(self, case: Case) -> Judgement:
-        """Return what the rule makes of updates that are whole."""
+        """Return what the rule makes of the updates that have all blocks."""
         flat = [None if any(one is None for one in row) else joined(row) for row in case.rows]
         change, verdicts = self._combine(flat, joined(case.trusted), case.number)
         found = list(verdicts)
@@ -201,33 +189,27 @@ class Together:
 
 
 class Scored:
-    """A rule that says of each update by itself whether it is taken, and times what."""
+    """A rule that judges each update by itself: whether it counts, and with which factor."""
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule.per_block() if hasattr(rule, "per_block") else rule
 
     def judge(self, case: Case) -> Judgement:
-        """Average, of each block, what is taken of those who sent it."""
+        """Average, of each block, the accepted updates of those who sent it."""
         verdicts = self._verdicts(case)
         weigh = getattr(self._rule, "weight", lambda _: 1.0)
         weights = [0.0 if one is None else float(weigh(one)) for one in verdicts]
         changes = []
         for place, like in enumerate(case.trusted):
-            who = [j for j, row in enumerate(case.rows) if row[place] is not None]
+            who, sent = senders_of(case.rows, place)
             total = math.fsum(weights[j] for j in who)
-            changes.append(self._mix(case, place, who, verdicts, total, like))
+            pairs = [(u, v.factor / total) for u, j in zip(sent, who, strict=True)
+                     if (v := verdicts[j]) and total]  # fmt: skip
+            changes.append(norms.mix([u for u, _ in pairs], [factor for _, factor in pairs], like))
         return verdicts, changes
 
-    def _mix(
-        self, case: Case, place: int, who: Sequence[int], verdicts: Sequence[Verdict | None],
-        total: float, like: Array,
-    ) -> Array:  # fmt: skip
-        found = [(case.rows[j][place], verdicts[j]) for j in who]
-        pairs = [(u, v.factor / total) for u, v in found if u is not None and v and total]
-        return norms.mix([u for u, _ in pairs], [factor for _, factor in pairs], like)
-
     def judge_alone(self, case: Case) -> Judgement:
-        """Take the only update of a case times what the rule says."""
+        """Return the only update of a case times its factor."""
         (verdict,) = self._verdicts(case)
         factor = 0.0 if verdict is None else verdict.factor
         return [verdict], [
@@ -242,7 +224,7 @@ class Scored:
             tried = zip(is_there, case.workers, rows, strict=True)
             return [rule.judge_blocks(w, row, case.models) if is_ else None
                     for is_, w, row in tried]  # fmt: skip
-        if getattr(type(rule), "score", None) in _OURS:
+        if getattr(type(rule), "score", None) in _BUILT_IN:
             seen = zip(is_there, _measured(case), strict=True)
             return [rule.judge(one) if is_ else None for is_, one in seen]
         return [_scored(rule, row, case.trusted) if is_ else None
@@ -250,7 +232,7 @@ class Scored:
 
 
 def _scored(rule: Any, row: Row, trusted: Sequence[Array]) -> Verdict:
-    """Ask a rule of the user's, by the blocks that are there."""
+    """Return the verdict of a user's rule, by the blocks that are there."""
     there = [place for place, one in enumerate(row) if one is not None]
     update, like = joined([row[i] for i in there]), joined([trusted[i] for i in there])
     return rule.score(update, like)  # type: ignore[no-any-return]
@@ -261,9 +243,8 @@ def _measured(case: Case) -> list[Measures]:
     sums, counts = np.zeros((len(case.rows), 3)), [0] * len(case.rows)
     with np.errstate(all="ignore"):
         for place, like in enumerate(case.trusted):
-            column = [(j, row[place]) for j, row in enumerate(case.rows)]
-            who = [j for j, one in column if one is not None]
-            found = norms.products([one for _, one in column if one is not None], like)
+            who, sent = senders_of(case.rows, place)
+            found = norms.products(sent, like)
             sums[who, :2] += found[:-1]
             sums[who, 2] += found[-1, 1]
             for j in who:
@@ -275,7 +256,7 @@ def _measured(case: Case) -> list[Measures]:
 
 
 def joined(row: Row) -> Array:
-    """Make one array of blocks, all of which are there; of one block itself."""
+    """Return blocks, all of which are there, as one array; one block as it is."""
     blocks = [one for one in row if one is not None]
     if len(blocks) == 1:
         return blocks[0]
@@ -283,7 +264,7 @@ def joined(row: Row) -> Array:
 
 
 def split(flat: Array, like: Sequence[Array]) -> list[Array]:
-    """Cut up what joined() made."""
+    """Cut what joined() returned into blocks again."""
     ends = np.cumsum([one.size for one in like])[:-1]
     parts = np.split(np.reshape(flat, -1), ends)
     return [part.reshape(one.shape) for part, one in zip(parts, like, strict=True)]

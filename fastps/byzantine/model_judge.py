@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for whole tensors where a tensor is several blocks, some of which are skipped.
+"""Rules for whole tensors where a tensor is several blocks, some of which may be skipped.
 
-As reduce/_combiner.pyx has it: all such rules follow from lengths, or from distances between all
-pairs, and end in a mix by weights. Here these are found for each block among those who sent it.
-What is asked of an update, such as how far it is from a center, is summed over the blocks that it
-has; weights of a block are of those who sent it, and add up to 1. Distances between pairs are over
-the blocks that both have, made as long as if these were all (partial distances; Dixon, "Pattern
-recognition with partly missing data", 1979), and as far as can be where they have none in common.
-Krum and its kin then choose for each block among those who sent it.
+As in reduce/_combiner.pyx, all such rules follow from lengths, or from distances between all
+pairs, and end in a mix by weights. Here the weights of each block are those of the workers that
+sent it, and add up to 1. The length of an update, and its distance from a center, are summed over
+the blocks that it has. The distance between two updates is over the blocks that both have, made
+as long as if these were all (partial distances; Dixon, "Pattern recognition with partly missing
+data", 1979), and as long as possible where they have none in common. Krum and its kin then choose
+for each block among the workers that sent it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Row: TypeAlias = Sequence[Array | None]
 
 
-class Whole:
-    """One rule, and what it keeps from round to round."""
+class ModelRule:
+    """One rule for all blocks of a model, and what it keeps from round to round."""
 
     def __init__(self, rule: Rule, likes: Sequence[Array]) -> None:
         self._rule, self._likes = rule, likes
@@ -42,10 +42,10 @@ class Whole:
         there = there.reshape(len(rows), len(self._likes))
         if self._rule.kind is Kind.BULYAN:
             return self._bulyan(rows, there)
-        return self._mixed(rows, there, self._weights(rows, there))
+        return self._mixed(rows, self._weights(rows, there))
 
     def _buckets(self, rows: Sequence[Row], number: int) -> list[Row]:
-        """Average buckets of updates by lot, each block of those who sent it."""
+        """Average buckets of updates, drawn at random, each block over those who sent it."""
         order = reference.bucket_order(len(rows), self._rule.seed, number)
         size = self._rule.bucket
         parts = [order[start : start + size] for start in range(0, len(order), size)]
@@ -66,15 +66,14 @@ class Whole:
             case _:
                 return self._krum(self._pairs(rows, there), there)
 
-    def _mixed(self, rows: Sequence[Row], there: Array, weights: Array) -> list[Array]:
-        """Make each block; what centered clipping made is the next round's center."""
+    def _mixed(self, rows: Sequence[Row], weights: Array) -> list[Array]:
+        """Return each block's mix; centered clipping keeps it as the next round's center."""
         made = []
         for place, like in enumerate(self._likes):
-            who = [j for j in range(len(rows)) if there[j, place]]
-            used = [*who, len(rows)] if self._last and who else who
-            parts = [self._last[place] if j == len(rows) else rows[j][place] for j in used]
-            found = [one for one in parts if one is not None]
-            made.append(norms.mix(found, [float(weights[place, j]) for j in used], like))
+            who, sent = senders_of(rows, place)
+            if self._last and who:
+                who, sent = [*who, len(rows)], [*sent, self._last[place]]
+            made.append(norms.mix(sent, [float(weights[place, j]) for j in who], like))
             if self._last and who:
                 self._last[place] = made[-1].copy()
         return made
@@ -84,10 +83,9 @@ class Whole:
     def _squares(self, rows: Sequence[Row]) -> Array:
         squares = np.zeros((len(self._likes), len(rows), len(rows)))
         for place in range(len(self._likes)):
-            column = [(j, row[place]) for j, row in enumerate(rows)]
-            who = [j for j, one in column if one is not None]
+            who, sent = senders_of(rows, place)
             if who:
-                found = norms.pair_distances([one for _, one in column if one is not None])
+                found = norms.pair_distances(sent)
                 squares[place][np.ix_(who, who)] = np.minimum(found, reference.FARTHEST)
         return squares
 
@@ -105,9 +103,8 @@ class Whole:
     def _clipped(self, rows: Sequence[Row], there: Array) -> Array:
         squares = np.zeros(len(rows))
         for place in range(len(self._likes)):
-            column = [(j, row[place]) for j, row in enumerate(rows)]
-            who = [j for j, one in column if one is not None]
-            squares[who] += norms.square_norms([one for _, one in column if one is not None])
+            who, sent = senders_of(rows, place)
+            squares[who] += norms.square_norms(sent)
         factors = np.minimum(1.0, self._rule.radius / np.maximum(np.sqrt(squares), reference.TINY))
         weights: Array = _shares(there.T) * factors
         return weights
@@ -167,6 +164,12 @@ class Whole:
             keep = 1 if rule.kind is Kind.KRUM else min(rule.keep or m - f, m)
             places = [int(one) for one in order[:keep]]
         return [int(who[one]) for one in places]
+
+
+def senders_of(rows: Sequence[Row], place: int) -> tuple[list[int], list[Array]]:
+    """Return which rows have a block, and those blocks."""
+    found = [(j, one) for j, row in enumerate(rows) if (one := row[place]) is not None]
+    return [j for j, _ in found], [one for _, one in found]
 
 
 def _mean(updates: Sequence[Array | None], like: Array) -> Array | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rule makes of updates, in NumPy and float64, close to the papers' formulas. Pure."""
+"""Each rule in NumPy and float64, close to the formulas of its paper. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules to choose from: each is made by its name, checked, and given as rule=. Pure.
+"""The rules to choose from: each function returns a checked value for rule=. Pure.
 
-f is the number of updates that may be anything at all. m updates come, of workers in their order.
-Where fewer come than there are workers, f goes down to what the rest stands. An update with NaN,
-infinity or a norm that overflows float64 is refused: it counts as if it had not come.
+f is the number of updates that may be anything at all; m is the number of updates that came, in
+the order of workers. Where fewer come than there are workers, f goes down to what the rest can
+stand. An update with NaN, infinity or a norm that overflows float64 is refused: it counts as if
+it had not come.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def Krum(f: int) -> Rule:
 def MultiKrum(f: int, *, keep: int | None = None) -> Rule:
     """Average the `keep` updates that Krum scores best; None: m - f. m >= 2f + 3. As Krum."""
     if keep is not None and keep < 1:
-        raise ConfigError(f"keep={keep}, and 1 is the least")
+        raise ConfigError(f"keep={keep} must be at least 1, or None for m - f")
     return _made(Rule(Kind.MULTI_KRUM, f, keep=keep or 0))
 
 
@@ -94,7 +95,7 @@ def GeometricMedian(*, iterations: int = 64, nu: float = 1e-6) -> Rule:
     Harchaoui, "Robust aggregation for federated learning", 2022, algorithm 2.
     """
     if iterations < 1:
-        raise ConfigError(f"iterations={iterations}, and 1 is the least")
+        raise ConfigError(f"iterations={iterations} must be at least 1")
     return _made(Rule(Kind.GEOMETRIC_MEDIAN, iterations=iterations, nu=nu))
 
 
@@ -106,7 +107,7 @@ def CenteredClipping(radius: float, *, iterations: int = 1) -> Rule:
     Byzantine robust optimization", ICML 2021.
     """
     if iterations < 1:
-        raise ConfigError(f"iterations={iterations}, and 1 is the least")
+        raise ConfigError(f"iterations={iterations} must be at least 1")
     return _made(Rule(Kind.CENTERED_CLIPPING, radius=radius, iterations=iterations))
 
 
@@ -135,28 +136,30 @@ def Bucketing(rule: Rule, *, size: int = 2, seed: int = 0) -> Rule:
     bucketing", ICLR 2022.
     """
     if not isinstance(rule, Rule):
-        raise TypeError(f"buckets are for a rule, as Median(), and not for {rule!r}")
-    if size < 2 or rule.bucket:
-        raise ConfigError(f"size={size} is 2 or more, and a rule has one kind of buckets")
+        raise TypeError(f"rule={rule!r}: buckets are for a rule, for example Median()")
+    if size < 2:
+        raise ConfigError(f"size={size} must be at least 2 updates a bucket")
+    if rule.bucket:
+        raise ConfigError(f"rule={rule} has buckets already: give the rule without them")
     return _made(rule._replace(bucket=size, seed=seed))
 
 
 def Own(place: str | Callable[..., Any]) -> Rule:
-    """Take a rule of your own: a function of arrays [m, d] that gives [d], by module:name.
+    """Take a rule of your own: a function of arrays [m, d] that returns [d], by module:name.
 
-    Servers import it by that name, if their FASTPS_RULES lists it: no code comes from workers. It
-    gets what is not refused, in rank order, and must give the same for the same. Python
-    runs on a server's threads for rules and takes the GIL there, a Numba cfunc with the
-    signature of fastps.reduce does not.
+    Servers import it by that name if their FASTPS_RULES lists it: no code comes from workers. It
+    gets the updates that are not refused, in rank order, and must be deterministic. Python runs
+    on a server's threads for rules and takes the GIL there; a Numba cfunc with the signature of
+    fastps.reduce does not.
     """
     if not isinstance(place, str):
         name = getattr(place, "__qualname__", type(place).__name__)
         place = f"{getattr(place, '__module__', '')}:{name}"
     if place.startswith(f"{__name__}:"):
         name = place.partition(":")[2]
-        raise ConfigError(f"rule {name} lacks its parameters: give what {name}(...) returns")
+        raise ConfigError(f"rule={name} has no parameters yet: give what {name}(...) returns")
     if place.startswith("__main__:"):
-        raise ConfigError(f"rule {place!r}: servers do not have __main__; put it in a module")
+        raise ConfigError(f"rule {place!r}: servers do not have __main__; put it into a module")
     return _made(Rule(Kind.OWN, own=place))
 
 
@@ -169,14 +172,14 @@ _BY_NAME = {
 
 
 def rule_of(choice: Choice) -> Rule | None:
-    """Return what a choice means; None: as it was declared. Raises ConfigError, TypeError."""
+    """Return the rule of a choice; None: as it was declared. Raises ConfigError, TypeError."""
     if choice is None or isinstance(choice, Rule):
         return choice
     if isinstance(choice, str):
         return _named(choice)
     if callable(choice):
         return Own(choice)
-    raise TypeError(f"a rule is one of fastps.byzantine, a name or a function, not {choice!r}")
+    raise TypeError(f"rule={choice!r}: give a rule of fastps.byzantine, a name or a function")
 
 
 def _named(name: str) -> Rule:
@@ -187,8 +190,8 @@ def _named(name: str) -> Rule:
     make = _BY_NAME.get(name)
     if make is None:
         raise ConfigError(
-            f"rule {name!r} is none of {', '.join(_BY_NAME)}; those with parameters are made by "
-            "fastps.byzantine, say TrimmedMean(f=2)"
+            f"rule {name!r} is not one of {', '.join(_BY_NAME)}; rules with parameters are made "
+            "by fastps.byzantine, for example TrimmedMean(f=2)"
         )
     return make()
 
@@ -200,21 +203,21 @@ def combine(
     version: int = 1,
     last: Array | None = None,
 ) -> Array:
-    """Return what a rule makes of updates, in NumPy; not fast: the oracle of those on servers.
+    """Return what a rule makes of updates, in NumPy and float64; slow: the oracle of servers.
 
     updates: arrays of floats of one shape, read; None for one that was skipped, which is not the
-    same as zeros. version: number of the round, which buckets are drawn by. last: what the last
-    round gave, of centered clipping. Gives float64. Raises ValueError for rules that
-    cannot be; fewer updates than the rule needs are taken as said above.
+    same as zeros. version: number of the round, which seeds the drawing of buckets. last: the
+    last round's result, for centered clipping. Raises ValueError for rules that cannot be. Where
+    fewer updates come than the rule needs, f goes down as said above.
     """
-    found = rule_of(choice=rule)
+    found = rule_of(rule)
     if found is None or found.kind is Kind.NONE:
-        raise ConfigError("combine() needs a rule")
+        raise ConfigError(f"rule={rule!r}: combine() needs a rule, for example 'median'")
     return reference.combine(found, updates, version=version, last=last)
 
 
 def apply_alone(rule: Rule, update: Array, dtype: DType) -> None:
-    """Make of the only worker's update what servers would, in place."""
+    """Apply a rule to the only worker's update in place, as servers would."""
     if not rule.has_meaning():
         return
     values = update
@@ -226,16 +229,19 @@ def apply_alone(rule: Rule, update: Array, dtype: DType) -> None:
 
 
 def check_sum(name: str, rule: Rule) -> None:
-    """Raise ValueError for a sum of what is under a rule."""
+    """Raise ValueError for the sum of a tensor that has a rule."""
     if rule.has_meaning():
-        raise ValueError(f"tensor {name!r} is {rule}, which stands for the average: no sum of it")
+        raise ValueError(
+            f"tensor {name!r} is combined by {rule} instead of its average, so there is no sum of "
+            "it; give average=True, or use another name"
+        )
 
 
 def _trim(f: int | None, share: float | None) -> dict[str, Any]:
     if (f is None) == (share is None):
-        raise ConfigError("give f, the updates that may be lies, or share, one of them")
+        raise ConfigError(f"f={f}, share={share}: give one of them, how many updates may be lies")
     if share is not None and not 0 < share < 0.5:
-        raise ConfigError(f"share={share} is not between 0 and 0.5")
+        raise ConfigError(f"share={share} must be between 0 and 0.5")
     return {"f": f} if share is None else {"share": float(share)}
 
 

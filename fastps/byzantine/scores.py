@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that judge an update by a trusted one, or by history: any number of workers may lie.
 
-An update is what a model is to change by, as a worker says; a trusted one is what the judge found
-with data of its own. Both are arrays of floats of one shape, read: a block or a whole model; what
-is computed is of float64. An update that is not sound is never accepted. Pure, but that Kardam
-keeps its history in the object.
+An update is a worker's change of the model; a trusted update is the change that the judge found
+with data of its own. Both are arrays of floats of one shape, read: a block or a whole model.
+Scores are computed in float64. An update that is not sound is never accepted. Pure, except that
+Kardam keeps its history in the object.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
-UNSOUND = "not finite"  # why no rule looks at an update
+UNSOUND = "not finite"  # the reason of an update that no rule looks at
 
 
 class Verdict(NamedTuple):
-    """What became of an update: it is taken times factor; 0 drops it. score: what decided."""
+    """What became of an update: it counts times factor, 0 drops it; score: what decided."""
 
     is_accepted: bool
     score: float
@@ -32,9 +32,9 @@ class Verdict(NamedTuple):
 
 
 class Measures(NamedTuple):
-    """What a rule asks of an update u and a trusted one v, of a block or of several together.
+    """What rules need to know of an update u and a trusted one v, of one block or of several.
 
-    delay: changes that came after the value which u was made from.
+    delay: number of changes since the value that u was computed from.
     """
 
     inner: float  # <u, v>
@@ -57,9 +57,9 @@ class Measures(NamedTuple):
 
 
 def is_sound(update: Array, like: Array | None = None) -> str:
-    """Return what is wrong with an update that no rule looks at; empty: nothing.
+    """Return why no rule may look at an update; empty if one may.
 
-    like: an array of the shape that it should have.
+    like: an array of the shape that it must have.
     """
     if like is not None and update.shape != like.shape:
         return f"shape {update.shape}, not {like.shape}"
@@ -84,10 +84,6 @@ def _refusal(update: Array, trusted: Array | None) -> Verdict | None:
     return Verdict(False, math.nan, 0.0, wrong) if wrong else None
 
 
-def _unsound() -> Verdict:
-    return Verdict(False, math.nan, 0.0, UNSOUND)
-
-
 def _mean(updates: Sequence[Array], factors: Sequence[float], total: float, like: Array) -> Array:
     """Add updates times factors, where they are not 0, and divide; zeros for none."""
     made = np.zeros(like.shape)
@@ -97,42 +93,30 @@ def _mean(updates: Sequence[Array], factors: Sequence[float], total: float, like
     return made / total if total else made
 
 
-def _judged(
-    rule: FLTrust | Zeno, updates: Sequence[Array | None], trusted: Array
-) -> tuple[Array, list[Verdict | None]]:
-    verdicts = [None if one is None else rule.score(one, trusted) for one in updates]
-    factors = [0.0 if one is None else one.factor for one in verdicts]
-    weights = [0.0 if one is None else rule.weight(one) for one in verdicts]
-    given = [trusted if one is None else one for one in updates]
-    return _mean(given, factors, math.fsum(weights), trusted), verdicts
-
-
-@dataclass(frozen=True)
-class Zeno:
-    """Accept u if <u, v> > eta |v|^2 and |u|^2 < (1 + rho) |v|^2; average what is accepted.
-
-    As ZenoPS has it (Xie, Koyejo and Gupta, "ZenoPS: a distributed learning system integrating
-    communication efficiency and security", 2022); v = 0 accepts nothing, and none accepted gives
-    zeros.
-    """
-
-    eta: float = -0.001
-    rho: float = 0.6
-
-    def score(self, update: Array, trusted: Array) -> Verdict:
-        """Judge one update; score: <u, v> / |v|^2, 0 for v = 0."""
-        return _refusal(update, trusted) or self.judge(measured(update, trusted))
+class MeasuredRule:
+    """A rule that judges each update by what was measured of it."""
 
     def judge(self, seen: Measures) -> Verdict:
         """Judge an update by what was measured of it."""
         if not seen.is_sound:
-            return _unsound()
-        score = seen.inner / seen.square if seen.square else 0.0
-        if not seen.inner > self.eta * seen.square:
-            return Verdict(False, score, 0.0, "direction")
-        if not seen.own < (1 + self.rho) * seen.square:
-            return Verdict(False, score, 0.0, "length")
-        return Verdict(True, score, 1.0)
+            return Verdict(False, math.nan, 0.0, UNSOUND)
+        return self._judge(seen)
+
+    def _judge(self, seen: Measures) -> Verdict:
+        """Judge a sound update."""
+        raise NotImplementedError
+
+
+class TrustedRule(MeasuredRule):
+    """A rule that compares each update with a trusted one."""
+
+    def score(self, update: Array, trusted: Array) -> Verdict:
+        """Judge one update."""
+        return _refusal(update, trusted) or self.judge(measured(update, trusted))
+
+
+class AveragedRule(TrustedRule):
+    """A rule whose result is a weighted average of what it accepts."""
 
     def weight(self, verdict: Verdict) -> float:
         """Return the weight of a judged update in the average."""
@@ -142,25 +126,43 @@ class Zeno:
         self, updates: Sequence[Array | None], trusted: Array
     ) -> tuple[Array, list[Verdict | None]]:
         """Return the average of what is accepted, and what became of each; None: was skipped."""
-        return _judged(self, updates, trusted)
+        verdicts = [None if one is None else self.score(one, trusted) for one in updates]
+        factors = [0.0 if one is None else one.factor for one in verdicts]
+        weights = [0.0 if one is None else self.weight(one) for one in verdicts]
+        given = [trusted if one is None else one for one in updates]
+        return _mean(given, factors, math.fsum(weights), trusted), verdicts
 
 
 @dataclass(frozen=True)
-class FLTrust:
-    """Weigh each update by max(0, cos(u, v)), all as long as v.
+class Zeno(AveragedRule):
+    """Accept u if <u, v> > eta |v|^2 and |u|^2 < (1 + rho) |v|^2; average what is accepted.
+
+    As ZenoPS has it (Xie, Koyejo and Gupta, "ZenoPS: a distributed learning system integrating
+    communication efficiency and security", 2022). v = 0 accepts nothing, and none accepted gives
+    zeros. score: <u, v> / |v|^2, 0 for v = 0.
+    """
+
+    eta: float = -0.001
+    rho: float = 0.6
+
+    def _judge(self, seen: Measures) -> Verdict:
+        score = seen.inner / seen.square if seen.square else 0.0
+        if not seen.inner > self.eta * seen.square:
+            return Verdict(False, score, 0.0, "direction")
+        if not seen.own < (1 + self.rho) * seen.square:
+            return Verdict(False, score, 0.0, "length")
+        return Verdict(True, score, 1.0)
+
+
+@dataclass(frozen=True)
+class FLTrust(AveragedRule):
+    """Weigh each update by max(0, cos(u, v)), all as long as v; score: the cosine.
 
     sum TS_i (|v| / |u_i|) u_i / sum TS_i; zeros where all are 0. Cao, Fang, Liu and Gong,
     "FLTrust: Byzantine-robust federated learning via trust bootstrapping", NDSS 2021, section 4.
     """
 
-    def score(self, update: Array, trusted: Array) -> Verdict:
-        """Judge one update; score: the cosine."""
-        return _refusal(update, trusted) or self.judge(measured(update, trusted))
-
-    def judge(self, seen: Measures) -> Verdict:
-        """Judge an update by what was measured of it."""
-        if not seen.is_sound:
-            return _unsound()
+    def _judge(self, seen: Measures) -> Verdict:
         score = seen.cosine
         if not score > 0:
             return Verdict(False, score, 0.0, "direction")
@@ -170,19 +172,13 @@ class FLTrust:
         """Return the trust of a judged update."""
         return max(verdict.score, 0.0) if verdict.is_accepted else 0.0
 
-    def combine(
-        self, updates: Sequence[Array | None], trusted: Array
-    ) -> tuple[Array, list[Verdict | None]]:
-        """Return the weighted average, and what became of each; None: was skipped."""
-        return _judged(self, updates, trusted)
-
 
 @dataclass(frozen=True)
-class ZenoPlusPlus:
-    """Take u, no longer than v, times alpha, if cos(u, v) >= eta.
+class ZenoPlusPlus(TrustedRule):
+    """Take u, no longer than v, times alpha, if cos(u, v) >= eta; score: the cosine.
 
-    Else strict drops it; the literal form of ZenoPS multiplies it by its cosine too, which turns
-    an update with its sign flipped back again. v = 0 accepts nothing. Xie, Koyejo and Gupta,
+    Else is_strict drops it. The literal form of ZenoPS multiplies it by its cosine instead, which
+    turns an update with its sign flipped back again. v = 0 accepts nothing. Xie, Koyejo and Gupta,
     "Zeno++: robust fully asynchronous SGD", ICML 2020, and ZenoPS.
     """
 
@@ -190,14 +186,7 @@ class ZenoPlusPlus:
     alpha: float = 0.8
     is_strict: bool = True
 
-    def score(self, update: Array, trusted: Array) -> Verdict:
-        """Judge one update; score: the cosine."""
-        return _refusal(update, trusted) or self.judge(measured(update, trusted))
-
-    def judge(self, seen: Measures) -> Verdict:
-        """Judge an update by what was measured of it."""
-        if not seen.is_sound:
-            return _unsound()
+    def _judge(self, seen: Measures) -> Verdict:
         score = seen.cosine
         length = math.sqrt(seen.square / seen.own) if seen.own > seen.square else 1.0
         if seen.square and score >= self.eta:
@@ -209,12 +198,13 @@ class ZenoPlusPlus:
 
 
 @dataclass(frozen=True)
-class ZenoPlusPlusDescent:
+class ZenoPlusPlusDescent(TrustedRule):
     """Take u, made as long as v, times alpha, if gamma <v, u> - rho |u|^2 >= -gamma epsilon.
 
-    What the step is expected to win, to first order, less a penalty of its length: Zeno++ as it
-    was published (Xie, Koyejo and Gupta, "Zeno++: robust fully asynchronous SGD", ICML 2020,
-    definition 1), with changes of the model in place of gradients. v = 0 accepts nothing.
+    The left side is the score: what the step is expected to win, to first order, less a penalty
+    of its length. Zeno++ as it was published (Xie, Koyejo and Gupta, "Zeno++: robust fully
+    asynchronous SGD", ICML 2020, definition 1), with changes of the model in place of gradients.
+    v = 0 accepts nothing.
     """
 
     gamma: float = 1.0
@@ -222,14 +212,7 @@ class ZenoPlusPlusDescent:
     epsilon: float = 0.0
     alpha: float = 1.0
 
-    def score(self, update: Array, trusted: Array) -> Verdict:
-        """Judge one update; score: gamma <v, u> - rho |u|^2 of u as long as v."""
-        return _refusal(update, trusted) or self.judge(measured(update, trusted))
-
-    def judge(self, seen: Measures) -> Verdict:
-        """Judge an update by what was measured of it."""
-        if not seen.is_sound:
-            return _unsound()
+    def _judge(self, seen: Measures) -> Verdict:
         if not seen.square:
             return Verdict(False, 0.0, 0.0, "nothing to compare with")
         length = math.sqrt(seen.square / seen.own) if seen.own else 0.0
@@ -244,9 +227,9 @@ class ZenoPlusPlusDescent:
 class ZenoDescent:
     """Average all but the b updates with the lowest f(x) - f(x + u) - rho |u|^2.
 
-    loss: f(u) gives the loss on trusted data, a few samples, of the model x that is there now
-    changed by u; it is asked for zeros and for each update. A validator's model is its `arrays`,
-    and u a whole model's change with by_block=False, so that nothing is skipped. Half of m and
+    loss: f(u) returns the loss, on a few samples of trusted data, of the present model x changed
+    by u; it is called for zeros and for each update. A validator's model is its `arrays`. With
+    by_block=False u is the change of a whole model, so that nothing is skipped. Half of m and
     more may lie, up to b < m of them. Xie, Koyejo and Gupta, "Zeno: distributed stochastic
     gradient descent with suspicion-based fault-tolerance", ICML 2019, definitions 3 and 4, with
     changes in place of gradients; the authors' code has the mean of squares for |u|^2.
@@ -259,7 +242,7 @@ class ZenoDescent:
     def __post_init__(self) -> None:
         """Raise ValueError for a number that cannot be."""
         if self.b < 0 or not self.rho >= 0:
-            raise ValueError(f"b={self.b} and rho={self.rho} are 0 or more")
+            raise ValueError(f"b={self.b}, rho={self.rho}: both must be 0 or more")
 
     def descents(self, updates: Sequence[Array]) -> list[float]:
         """Return the stochastic descendant score of each update; -inf of what is no number."""
@@ -296,7 +279,7 @@ class ZenoDescent:
 
 
 @dataclass(frozen=True)
-class FedAsync:
+class FedAsync(MeasuredRule):
     """Take every update times alpha (1 + staleness)^-power; damped: divided by 1 + |u|^2 / d too.
 
     Stands no liars: what asynchronous training without a judge does. Xie, Koyejo and Gupta,
@@ -308,14 +291,11 @@ class FedAsync:
     is_damped: bool = False
 
     def score(self, update: Array, staleness: int = 0) -> Verdict:
-        """Return what an update is taken times, which is the score; NaN is refused."""
+        """Judge one update; score: the factor that it counts with."""
         seen = measured(update, update)._replace(delay=staleness)
         return _refusal(update, None) or self.judge(seen)
 
-    def judge(self, seen: Measures) -> Verdict:
-        """Judge an update by what was measured of it."""
-        if not seen.is_sound:
-            return _unsound()
+    def _judge(self, seen: Measures) -> Verdict:
         factor = self.alpha * (1 + seen.delay) ** -self.power
         if self.is_damped and seen.n_elements:
             factor /= 1 + seen.own / seen.n_elements
@@ -326,8 +306,8 @@ class FedAsync:
 class Kardam:
     """Accept u of a worker if it changes with the model no faster than most workers' do.
 
-    |u - u'| / |x - x'| against the worker's update u' and model x' before has to be at most the
-    (m - f) / m quantile of the last such numbers of m workers. A worker's first one is accepted.
+    |u - u'| / |x - x'|, with the worker's last update u' and its model x', must be at most the
+    (m - f) / m quantile of the last such ratios of m workers. A worker's first is accepted.
     Damaskinos, El Mhamdi, Guerraoui, Patra and Taziki, "Asynchronous Byzantine machine learning
     (the case of SGD)", ICML 2018, section 3.1. One object for all workers of a block; not for
     several threads at once.
@@ -338,7 +318,7 @@ class Kardam:
     _speeds: dict[int, float] = field(default_factory=dict)
 
     def per_block(self) -> Kardam:
-        """Return one without history: a validator asks for one for each block."""
+        """Return a rule like this without history; a validator makes one for each block."""
         return Kardam(self.f)
 
     def score(self, worker: int, update: Array, model: Array) -> Verdict:
@@ -348,7 +328,7 @@ class Kardam:
     def judge_blocks(
         self, worker: int, update: Sequence[Array | None], model: Sequence[Array]
     ) -> Verdict:
-        """Judge an update in blocks, all sound; None: was skipped, and the one before counts."""
+        """Judge an update in blocks, all sound; for a skipped one, None, the last one counts."""
         before = self._last.get(worker)
         now = [
             None if u is None else (u.astype(np.float64), x.astype(np.float64))
@@ -375,11 +355,11 @@ _Place: TypeAlias = tuple[Array, Array]  # an update, and the model that it was 
 
 
 def _speed(pairs: Sequence[tuple[_Place, _Place]]) -> float:
-    """Return how far updates changed for each step of the model."""
-    change, way = (
+    """Return the distance between updates divided by the distance between models."""
+    change, moved = (
         math.hypot(*(float(np.linalg.norm(now[i] - before[i])) for now, before in pairs))
         for i in (0, 1)
     )
-    if way == 0:
+    if moved == 0:
         return math.inf if change else 0.0
-    return change / way
+    return change / moved

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates through a codec: a worker encodes its blocks, and who judges them sees what was decoded.
+"""Codecs of updates: a worker encodes its blocks, and the validator judges the decoded ones.
 
-What error feedback and momentum keep is the worker's own, and goes with its next update of that
-block; a skipped one loses nothing. Blocks that are too small for a codec, or no floats, travel as
-they are. Pure, except for what the coders keep; one object is of one worker, and one thread's.
+Error feedback and momentum stay with the worker and go into its next update of that block; a
+skipped block loses nothing. Blocks that are too small for a codec, or not floats, travel as they
+are. Pure, except for what the coders keep; one object serves one worker, on one thread.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Codes:
         self, choice: Choice, names: Sequence[str], likes: Sequence[Array], worker: int, *,
         min_bytes: int,
     ) -> None:  # fmt: skip
-        """Make the coders; alike at both ends, else what comes has another size.
+        """Make the coders, which must be alike at both ends.
 
-        likes: arrays as blocks shall be. min_bytes: of blocks that are worth a codec. Raises
-        ConfigError and TypeError for what is no codec.
+        likes: arrays of the shapes and types of blocks. min_bytes: size from which blocks are
+        encoded. Raises ConfigError and TypeError for a choice that is not a codec.
         """
         self._coders = [
             _coder(choice, name, like, worker, min_bytes)
@@ -54,7 +54,7 @@ class Codes:
         return wire
 
     def room(self, place: int, block: Array) -> Array:
-        """Return what the bytes of a block are to be read into."""
+        """Return the array into which the bytes of a block are to be read."""
         is_plain = self._coders[place] is None
         return block.reshape(-1).view(np.uint8) if is_plain else np.empty(self.sizes[place], "u1")
 
@@ -74,7 +74,7 @@ class Codes:
         ]  # fmt: skip
 
     def restore(self, kept: Sequence[Any]) -> None:
-        """Take what kept() gave."""
+        """Restore what kept() returned."""
         for coder, one in zip(self._coders, kept, strict=True):
             if coder is not None:
                 coder.restore(tuple(one))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates on their way from a worker to its validator: what says what they are, and what is wrong.
+"""Updates on their way from a worker to its validator: headers, and which updates are refused.
 
-An update is what a worker's model is to change by in one round: blocks, one for each tensor, in
-any order, some of which it may skip. Before each block goes a notice; a skipped one has nothing
-else. Decides which updates are whole, in order and new; moves nothing, looks at no number. Pure:
-an `UpdateAssembler` is of one worker, and one thread's.
+An update is the change of the model that a worker found in one round: blocks, one for each
+tensor, in any order, some of which it may skip. A header goes before each block; of a skipped one
+there is nothing else. Decides which updates are whole, in order and new; moves nothing and looks
+at no number. Pure: an `UpdateAssembler` serves one worker, on one thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastps.byzantine.scores import Array
 
 MAGIC = b"FPSU"
 SKIPPED = 1  # the block's bytes do not follow
-_NOTICE = struct.Struct("<4sIQQIIQ")
-NOTICE_BYTES = _NOTICE.size
+_HEADER = struct.Struct("<4sIQQIIQ")
+HEADER_BYTES = _HEADER.size
 
 # Why updates are refused, beside what rules say of them.
 LATE, REPLAYED, AHEAD, INCOMPLETE, DOUBLED = "late", "replayed", "ahead", "incomplete", "doubled"
@@ -29,9 +29,9 @@ STALE, MALFORMED, MISSING, PARTIAL = "stale", "malformed", "missing", "partial"
 
 
 class UpdateHeader(NamedTuple):
-    """What a worker says of a block: who it is, the round, the change of the model it began from.
+    """The header of a block: its worker, round, and the change of the model it was based on.
 
-    nbytes: what follows; 0 of a block that is skipped.
+    nbytes: bytes that follow; 0 for a skipped block.
     """
 
     worker: int
@@ -42,16 +42,16 @@ class UpdateHeader(NamedTuple):
     nbytes: int
 
     def pack(self) -> bytes:
-        """Write it as it travels: NOTICE_BYTES bytes, little-endian."""
+        """Return it as it travels: HEADER_BYTES bytes, little-endian."""
         flags = SKIPPED if self.is_skipped else 0
-        return _NOTICE.pack(
+        return _HEADER.pack(
             MAGIC, self.worker, self.round, self.base, self.block, flags, self.nbytes
         )
 
 
 def unpack(data: bytes) -> UpdateHeader | None:
-    """Read what pack() wrote; None: it is nothing of that kind."""
-    magic, worker, number, base, block, flags, nbytes = _NOTICE.unpack(data)
+    """Return the header that pack() wrote; None if it is not one."""
+    magic, worker, number, base, block, flags, nbytes = _HEADER.unpack(data)
     if magic != MAGIC or flags not in (0, SKIPPED) or (flags and nbytes):
         return None
     return UpdateHeader(worker, number, base, block, bool(flags), nbytes)
@@ -74,9 +74,9 @@ class Update:
 
 
 class Step(NamedTuple):
-    """What follows from a notice: whether put() takes the block, and what is refused, if any.
+    """What follows from a header: whether put() takes the block, and why something is refused.
 
-    An end means that nothing of this worker can be understood any more.
+    is_end: nothing more of this worker can be understood.
     """
 
     is_taken: bool
@@ -86,7 +86,7 @@ class Step(NamedTuple):
 
 @dataclass
 class UpdateAssembler:
-    """What has come of one worker: whole updates in rising rounds, each once, never mixed.
+    """What has arrived from one worker: whole updates of rising rounds, each once, never mixed.
 
     sizes: bytes of each block.
     """
@@ -97,44 +97,44 @@ class UpdateAssembler:
     _open: Update | None = None
     _seen: set[int] = field(default_factory=set)
 
-    def take(self, notice: UpdateHeader | None) -> Step:
-        """Judge a notice, before the block's bytes come."""
-        if not self._is_understood(notice):
+    def take(self, header: UpdateHeader | None) -> Step:
+        """Check a header before the block's bytes arrive."""
+        if not self._is_understood(header):
             return Step(False, MALFORMED, is_end=True)
-        assert notice is not None
-        if notice.round <= self.done:
+        assert header is not None
+        if header.round <= self.done:
             return Step(False, REPLAYED)
         refused = ""
-        if self._open is not None and notice.round != self._open.round:
-            if notice.round < self._open.round:
+        if self._open is not None and header.round != self._open.round:
+            if header.round < self._open.round:
                 return Step(False, REPLAYED)
             refused = INCOMPLETE
             self._open = None
         if self._open is None:
             self._seen.clear()
             empty: list[Array | None] = [None] * len(self.sizes)
-            self._open = Update(self.worker, notice.round, notice.base, empty)
-        if notice.block in self._seen or notice.base != self._open.base:
+            self._open = Update(self.worker, header.round, header.base, empty)
+        if header.block in self._seen or header.base != self._open.base:
             return Step(False, DOUBLED)
-        self._seen.add(notice.block)
+        self._seen.add(header.block)
         return Step(True, refused)
 
-    def put(self, notice: UpdateHeader, block: Array | None) -> Update | None:
-        """Take a block, or None where it is skipped; give the update if it was the last."""
+    def put(self, header: UpdateHeader, block: Array | None) -> Update | None:
+        """Store a block, None for a skipped one; return the update if it was the last block."""
         found = self._open
         assert found is not None
-        found.blocks[notice.block] = block
+        found.blocks[header.block] = block
         if len(self._seen) < len(self.sizes):
             return None
         self._open, self.done = None, found.round
         return found
 
-    def _is_understood(self, notice: UpdateHeader | None) -> bool:
-        if notice is None or notice.worker != self.worker or notice.round < 1:
+    def _is_understood(self, header: UpdateHeader | None) -> bool:
+        if header is None or header.worker != self.worker or header.round < 1:
             return False
-        if notice.block >= len(self.sizes):
+        if header.block >= len(self.sizes):
             return False
-        return notice.is_skipped or notice.nbytes == self.sizes[notice.block]
+        return header.is_skipped or header.nbytes == self.sizes[header.block]
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Scores:
     last: float = math.nan
 
     def add(self, score: float) -> None:
-        """Take one more; what is no finite number is none."""
+        """Count a score if it is finite."""
         if math.isfinite(score):
             self.total, self.count, self.last = self.total + score, self.count + 1, score
 
@@ -158,7 +158,7 @@ class Scores:
 
 @dataclass
 class RefusalStats:
-    """Who was accepted and who refused, how often and why, and what rules found."""
+    """How often updates of each worker were accepted or refused, why, and their scores."""
 
     counts: Counter[tuple[int, str]] = field(default_factory=Counter)
     scores: dict[int, Scores] = field(default_factory=dict)
@@ -166,14 +166,15 @@ class RefusalStats:
     _turns: Counter[tuple[int, str]] = field(default_factory=Counter)
 
     def note(self, worker: int, reason: str = "", score: float = math.nan) -> str:
-        """Count an update that is judged as one; as note_blocks()."""
+        """Count an update that is judged as one block; see note_blocks()."""
         return self.note_blocks(worker, [(reason, score)])
 
     def note_blocks(self, worker: int, found: Sequence[tuple[str, float]]) -> str:
-        """Count an update's blocks by (why it is refused, or empty; score); give what is news.
+        """Count an update's blocks, each (reason of its refusal, or empty; score).
 
-        News is that a worker's updates are refused for another reason than the last one was, or
-        are accepted again; of one that goes back and forth the first, tenth, hundredth time.
+        Returns a message for the log where the reason differs from that of the worker's last
+        update, else an empty text. Where it goes back and forth: only the first, tenth,
+        hundredth time.
         """
         for reason, score in found:
             self.counts[worker, reason] += 1
@@ -192,7 +193,7 @@ class RefusalStats:
         return what if times == 1 else f"{what}; so it turned {times} times"
 
     def rate(self, worker: int) -> float:
-        """Return the share of a worker's that was accepted; 0 of none."""
+        """Return the share of a worker's blocks that was accepted; 0 if there were none."""
         total = sum(count for (who, _), count in self.counts.items() if who == worker)
         return self.counts[worker, ""] / total if total else 0.0
 

@@ -39,7 +39,7 @@ def test_what_cannot_be_is_refused_on_all_workers_and_liars_are_counted():
     for said, _ in found:
         for text, words in zip(
             said,
-            ("needs 7 updates", "needs 5 updates", "is none of", "FASTPS_RULES", "no sum of it",
+            ("needs 7 updates", "needs 5 updates", "is not one of", "FASTPS_RULES", "no sum of it",
              "a rule is for floats, not int32", "median()"),
             strict=True,
         ):  # fmt: skip

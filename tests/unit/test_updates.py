@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from fastps.byzantine.updates import (
     AHEAD,
     DOUBLED,
+    HEADER_BYTES,
     INCOMPLETE,
     LATE,
     MALFORMED,
-    NOTICE_BYTES,
     REPLAYED,
     RefusalStats,
     Update,
@@ -44,11 +44,11 @@ def feed(assembly: UpdateAssembler, one: UpdateHeader | None) -> tuple[str, bool
 
 def test_a_notice_travels_and_garbage_does_not():
     one = UpdateHeader(7, 1 << 40, 12, 2, False, 1 << 33)
-    assert len(one.pack()) == NOTICE_BYTES
+    assert len(one.pack()) == HEADER_BYTES
     assert unpack(one.pack()) == one
     skipped = UpdateHeader(7, 1, 0, 2, True, 0)
     assert unpack(skipped.pack()) == skipped
-    assert unpack(bytes(NOTICE_BYTES)) is None
+    assert unpack(bytes(HEADER_BYTES)) is None
     assert unpack(UpdateHeader(7, 1, 0, 2, True, 5).pack()) is None
 
 
