@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of workers, and how each worker weighs what its neighbours send.
 
-Decides who hears whom and with which weight; never knows tensors, links or a session. Pure. A
-topology is a matrix A of which A[i, j] weighs, at worker j, what worker i sends; the diagonal is
-what a worker keeps of its own. All graphs made here are doubly stochastic, except for what
-with_sources() and with_destinations() are given: repeated mixing leads to the average.
+Decides which worker receives from which, and with which weight; never knows tensors, links or a
+session. Pure. A topology is a matrix A: A[i, j] is the weight, at worker j, of what worker i
+sends; the diagonal is the weight of a worker's own value. All graphs made here are doubly
+stochastic, so that repeated mixing leads to the average. Exceptions: with_sources() and
+with_destinations(), which take any edges.
 
 Graphs and weights: Ying et al., "BlueFog: make decentralized algorithms practical for optimization
 and deep learning", 2021; one-peer exponential: Ying et al., "Exponential graph is provably
@@ -29,14 +30,14 @@ Matrix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Ranks: TypeAlias = list[int]
 Turn: TypeAlias = tuple[Ranks, Ranks]  # whom a worker sends to and receives from in one round
 
-MANY_ROUNDS = 10_000  # of mixing: whoever is not there by then does not get there
+MANY_ROUNDS = 10_000  # of mixing; slower graphs count as never agreeing
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """A weighted directed graph of workers 0 to size - 1, with their self loops.
+    """A weighted directed graph of workers 0 to size - 1, with self loops.
 
-    weights: float64[size, size], read-only; an edge is there where its weight is not 0.
+    weights: float64[size, size], read-only; a weight of 0 means that there is no edge.
     """
 
     weights: Matrix
@@ -44,7 +45,9 @@ class Topology:
     def __post_init__(self) -> None:
         matrix = np.array(self.weights, np.float64)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-            raise ValueError(f"weights of shape {matrix.shape} are not those of a graph")
+            raise ValueError(
+                f"weights of shape {matrix.shape}: give a square matrix with a row for each worker"
+            )
         matrix.flags.writeable = False
         object.__setattr__(self, "weights", matrix)
 
@@ -54,20 +57,20 @@ class Topology:
         return len(self.weights)
 
     def in_neighbors(self, rank: int) -> Ranks:
-        """List whom a worker receives from, ascending, without itself."""
+        """List the workers that a worker receives from, ascending, without itself."""
         return [int(one) for one in np.flatnonzero(self.weights[:, rank]) if one != rank]
 
     def out_neighbors(self, rank: int) -> Ranks:
-        """List whom a worker sends to, ascending, without itself."""
+        """List the workers that a worker sends to, ascending, without itself."""
         return [int(one) for one in np.flatnonzero(self.weights[rank]) if one != rank]
 
     def receive_weights(self, rank: int) -> tuple[float, dict[int, float]]:
-        """Return the weight of a worker's own value, and those of what it receives."""
+        """Return the weight of a worker's own value, and those of its in-neighbours' values."""
         column = self.weights[:, rank]
         return float(column[rank]), {one: float(column[one]) for one in self.in_neighbors(rank)}
 
     def send_weights(self, rank: int) -> tuple[float, dict[int, float]]:
-        """Return the weight of a worker's own value, and those of what it sends at others."""
+        """Return the weight of a worker's own value, and those it has at its out-neighbours."""
         row = self.weights[rank]
         return float(row[rank]), {one: float(row[one]) for one in self.out_neighbors(rank)}
 
@@ -101,7 +104,7 @@ def ring_graph(n: int, connect_style: int = 0) -> Topology:
     """
     _check_size(n)
     if connect_style not in (0, 1, 2):
-        raise ValueError(f"connect_style {connect_style} is none of 0, 1 and 2")
+        raise ValueError(f"connect_style={connect_style} must be 0, 1 or 2")
     steps = ((0, 1, -1), (0, -1), (0, 1))[connect_style]
     return _circulant(n, {step % n for step in steps})
 
@@ -110,7 +113,7 @@ def star_graph(n: int, center_rank: int = 0) -> Topology:
     """Connect all workers to one, both ways, with weight 1 / n."""
     _check_size(n)
     if not 0 <= center_rank < n:
-        raise ValueError(f"center_rank {center_rank} is not one of {n} workers")
+        raise ValueError(f"center_rank={center_rank} must be a rank from 0 to {n - 1}")
     weights = np.diag(np.full(n, 1 - 1 / n))
     weights[center_rank, :] += 1 / n
     weights[:, center_rank] += 1 / n
@@ -130,14 +133,17 @@ def mesh_grid_2d_graph(n: int, shape: tuple[int, int] | None = None) -> Topology
     rows = max(d for d in range(1, math.isqrt(n) + 1) if n % d == 0)
     rows, columns = shape or (rows, n // rows)
     if rows * columns != n:
-        raise ValueError(f"a grid of {rows} x {columns} does not have {n} workers")
+        raise ValueError(
+            f"a grid of {rows} x {columns} has {rows * columns} places, not {n}: give a shape "
+            "with n places"
+        )
     places = [divmod(rank, columns) for rank in range(n)]
     edges = np.array([[abs(a - c) + abs(b - d) == 1 for c, d in places] for a, b in places])
     return _metropolis(edges)
 
 
 def fully_connected_graph(n: int) -> Topology:
-    """Connect everybody to everybody, with weight 1 / n: mixing is the average."""
+    """Connect all workers to each other, with weight 1 / n: one mixing is the average."""
     _check_size(n)
     return _circulant(n, set(range(n)))
 
@@ -146,19 +152,19 @@ def hypercube_graph(n: int) -> Topology:
     """Connect workers whose numbers differ in one bit; all weights equal, n a power of 2."""
     _check_size(n)
     if n & (n - 1):
-        raise ValueError(f"a hypercube has a power of 2 of corners, not {n}")
+        raise ValueError(f"a hypercube of {n} workers: n must be a power of 2")
     bits = [0, *(1 << k for k in range(n.bit_length() - 1))]
     return _uniform([{rank ^ bit for bit in bits} for rank in range(n)])
 
 
 def inner_outer_ring_graph(size: int, local_size: int) -> Topology:
-    """Connect everybody inside a machine, and each worker to its like on the next machine."""
+    """Connect all workers of a machine, and each to its counterpart on the next machine."""
     machines = _machines_of(size, local_size)
     return _inner_outer(size, local_size, {1} if machines > 1 else set())
 
 
 def inner_outer_exp2_graph(size: int, local_size: int) -> Topology:
-    """Connect everybody inside a machine, and each worker to its like 1, 2, 4, ... machines on."""
+    """Connect all workers of a machine, and each to counterparts 1, 2, 4, ... machines on."""
     return _inner_outer(size, local_size, _powers(_machines_of(size, local_size), 2))
 
 
@@ -223,7 +229,10 @@ def _inner_outer_rounds(
     local_size: int, rank: int, inner: Sequence[int], outer: Sequence[int], machines: int
 ) -> Iterator[Turn]:
     if local_size < 3:
-        raise ValueError(f"machines of {local_size} workers have no ring beside the one outside")
+        raise ValueError(
+            f"machines of {local_size} workers: one of them speaks with other machines, and the "
+            "rest need a ring, so local_size must be 3 or more"
+        )
     machine, local = divmod(rank, local_size)
     for turn in itertools.count():
         outside = turn % local_size
@@ -249,31 +258,32 @@ def _inner_outer_rounds(
 
 
 def with_sources(sources: Sequence[Iterable[int]]) -> Topology:
-    """Make the graph in which worker j receives from sources[j]; it weighs all alike, and itself.
+    """Return the graph in which worker j receives from sources[j].
 
-    So the weights that a worker uses sum to 1, whatever others do.
+    Each worker weighs its sources and itself alike, so its weights sum to 1.
     """
     return _uniform([{j, *_checked(some, j, len(sources))} for j, some in enumerate(sources)])
 
 
 def with_destinations(destinations: Sequence[Iterable[int]]) -> Topology:
-    """Make the graph in which worker i sends to destinations[i]; weights as with_sources()."""
+    """Return the graph in which worker i sends to destinations[i]; weights as with_sources()."""
     n = len(destinations)
     sent = [set(_checked(some, i, n)) for i, some in enumerate(destinations)]
     return with_sources([[i for i in range(n) if j in sent[i]] for j in range(n)])
 
 
 def round_of(turns: Sequence[Turn]) -> Topology:
-    """Make the graph of one round of all workers, who weigh what they receive and their own alike.
+    """Return the graph of one round of all workers; weights as with_sources().
 
-    Raises ValueError where somebody sends what nobody receives, or the other way round.
+    Raises ValueError where one worker sends to another that does not receive from it, or the
+    other way round.
     """
     topology = with_sources([receives for _, receives in turns])
     for rank, (sends, _) in enumerate(turns):
         if sorted(sends) != topology.out_neighbors(rank):
             raise ValueError(
-                f"worker {rank} sends to {sorted(sends)}, and {topology.out_neighbors(rank)} "
-                "receive from it"
+                f"worker {rank} sends to {sorted(sends)}, but {topology.out_neighbors(rank)} "
+                "receive from it: both ends must name an edge"
             )
     return topology
 
@@ -297,10 +307,10 @@ def spectral_gap(topology: Topology) -> float:
 
 
 def rounds_to_consensus(rounds: Iterable[Topology], tolerance: float = 1e-6) -> int | None:
-    """Count rounds until everybody is within tolerance of the average of whatever values.
+    """Count rounds until all workers are within tolerance of the average, whatever their values.
 
     tolerance: relative to the largest size of a value. None: not in MANY_ROUNDS, or all agree on
-    something else.
+    another value.
     """
     product: Matrix | None = None
     for count, one in enumerate(itertools.islice(rounds, MANY_ROUNDS)):
@@ -317,9 +327,11 @@ def rounds_to_consensus(rounds: Iterable[Topology], tolerance: float = 1e-6) -> 
 
 
 def from_networkx(graph: Any) -> Topology:
-    """Make the topology of a directed graph whose nodes are 0 to n - 1; no weight counts 1."""
+    """Return the topology of a graph whose nodes are 0 to n - 1; edges without weight have 1."""
     if set(graph.nodes) != set(range(len(graph))):
-        raise ValueError(f"nodes {sorted(graph.nodes, key=str)} are not 0 to {len(graph) - 1}")
+        raise ValueError(
+            f"nodes {sorted(graph.nodes, key=str)}: the nodes must be ranks, 0 to {len(graph) - 1}"
+        )
     weights = np.zeros((len(graph), len(graph)))
     for source, target, weight in graph.edges(data="weight", default=1.0):
         weights[source, target] = weight
@@ -329,7 +341,7 @@ def from_networkx(graph: Any) -> Topology:
 
 
 def to_networkx(topology: Topology) -> Any:
-    """Make a networkx.DiGraph of a topology; needs the extra fastps[graph]."""
+    """Return a networkx.DiGraph of a topology; needs the extra fastps[graph]."""
     try:
         networkx = importlib.import_module("networkx")
     except ImportError as error:
@@ -338,7 +350,7 @@ def to_networkx(topology: Topology) -> Any:
 
 
 def as_topology(graph: Any) -> Topology:
-    """Take a topology, a matrix of weights, or a graph of networkx."""
+    """Return the topology of a Topology, a matrix of weights, or a graph of networkx."""
     if isinstance(graph, Topology):
         return graph
     if isinstance(graph, np.ndarray):
@@ -356,20 +368,23 @@ def as_topology(graph: Any) -> Topology:
 
 def _check_size(n: int) -> None:
     if operator.index(n) < 1:
-        raise ValueError(f"a graph needs a worker, not {n}")
+        raise ValueError(f"n={n}: a graph needs a worker, so n must be at least 1")
 
 
 def _machines_of(size: int, local_size: int) -> int:
     _check_size(size)
     if local_size < 1 or size % local_size:
-        raise ValueError(f"{size} workers do not divide into machines of {local_size}")
+        raise ValueError(
+            f"{size} workers do not divide into machines of {local_size}: size must be a multiple "
+            "of local_size"
+        )
     return size // local_size
 
 
 def _powers(n: int, base: int) -> set[int]:
     """List the powers of base below n: by multiplying, since logarithms round."""
     if base < 2:
-        raise ValueError(f"base {base} has no powers that grow")
+        raise ValueError(f"base {base} must be at least 2, so that its powers grow")
     found, power = set(), 1
     while power < n:
         found.add(power)
@@ -412,5 +427,7 @@ def _clockwise(topology: Topology, rank: int) -> Ranks:
 def _checked(ranks: Iterable[int], own: int, n: int) -> Ranks:
     found = [operator.index(rank) for rank in ranks]
     if len(set(found)) != len(found) or own in found or not all(0 <= one < n for one in found):
-        raise ValueError(f"{found} are not different ones of {n} workers other than {own}")
+        raise ValueError(
+            f"worker {own} names {found}: give different ones of {n} workers other than {own}"
+        )
     return found

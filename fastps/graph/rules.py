@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what neighbours sent is combined, if some of them may lie. Pure.
+"""Rules that combine the arrays of neighbours where some of them may lie. Pure.
 
-An order rule looks at each element by itself, and not at weights: folds do it. A clipping rule
-looks at how far from ours another array is as a whole, so it waits until all are there.
+An order rule looks at each element by itself and ignores weights; folds apply it while arrays
+arrive. A clipping rule looks at the distance of each whole array from ours, so it waits for all.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from typing import TypeAlias
 class TrimmedMean:
     """Average each element without the `trim` largest and the `trim` smallest, ours counting too.
 
-    Stands `trim` liars among the in-neighbours, which are 2 trim at least. NaN is the largest.
+    Stands `trim` liars among at least 2 trim in-neighbours. NaN counts as the largest.
     Yin, Chen, Ramchandran and Bartlett, "Byzantine-robust distributed learning", ICML 2018.
     """
 
     trim: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError, or TypeError, for what is no number of arrays."""
+        """Raise ValueError or TypeError for a trim that is not a number of arrays."""
         if operator.index(self.trim) < 0:
-            raise ValueError(f"trim={self.trim}, and 0 is the least")
+            raise ValueError(f"trim={self.trim} must be at least 0")
 
     def trim_of(self, n: int) -> int:
         """Return how many of n arrays are left out at each end."""
         if 2 * self.trim >= n:
-            raise ValueError(f"trim={self.trim} leaves nothing of {n} arrays, with our own")
+            raise ValueError(
+                f"trim={self.trim} leaves nothing of {n} arrays, this worker's own counted; trim "
+                f"may be at most {(n - 1) // 2}"
+            )
         return self.trim
 
 
@@ -40,7 +43,7 @@ class TrimmedMean:
 class CoordinateMedian:
     """Take the median of each element, ours counting too; of an even number the middle two's mean.
 
-    Stands liars that are less than half. NaN is the largest. Yin et al., as above.
+    Stands liars that are less than half. NaN counts as the largest. Yin et al., as above.
     """
 
     def trim_of(self, n: int) -> int:
@@ -52,41 +55,42 @@ class CoordinateMedian:
 class SelfCentredClipping:
     """Move at most `radius` towards each: x_i + sum over j of w_ij Clip(x_j - x_i, radius).
 
-    Clip(z, radius) = min(1, radius / |z|) z, with the Euclidean norm of one array, each of a list
-    by itself. What is not finite moves nothing. Needs room for all in-neighbours' arrays.
+    Clip(z, radius) = min(1, radius / |z|) z, with the Euclidean norm; each array of a list is
+    clipped by itself. Arrays that are not finite are left out. Needs memory for the arrays of all
+    in-neighbours.
     He, Karimireddy and Jaggi, "Byzantine-robust decentralized learning via ClippedGossip", 2022.
     """
 
     radius: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no radius."""
+        """Raise ValueError for a radius that is negative or NaN."""
         if not self.radius >= 0:
-            raise ValueError(f"radius={self.radius}, and 0 is the least")
+            raise ValueError(f"radius={self.radius} must be at least 0")
 
     def radius_of(self, weights: Sequence[float], squares: Sequence[float]) -> float:
-        """Return the radius; weights and square distances are those of all, ours too."""
+        """Return the radius; weights and square distances include ours."""
         return self.radius
 
 
 @dataclass(frozen=True)
 class AdaptiveClipping:
-    """Clip by a radius that follows how far neighbours are, if liars weigh at most `share`.
+    """Clip by a radius that follows the distances of neighbours; liars weigh at most `share`.
 
-    radius^2 = sum over j in S of w_ij |x_j - x_i|^2 / share, where S are the nearest, ourselves
-    first, until their weights are 1 - share or more. Made for the rule of the paper above, whose
-    analysis sums over the honest neighbours; those nobody knows, so the nearest stand in their
-    place. It is not proven there for this radius. The authors' own programs
-    (epfml/byzantine-robust-decentralized-optimizer, codes/aggregator.py) take the second largest
-    distance instead; SelfCentredClipping() takes any radius that is computed so.
+    radius^2 = sum over j in S of w_ij |x_j - x_i|^2 / share, where S are the nearest arrays, ours
+    first, until their weights are 1 - share or more. The paper above sums over the honest
+    neighbours; since these are unknown, the nearest replace them, and its proof does not cover
+    this radius. The authors' programs (epfml/byzantine-robust-decentralized-optimizer,
+    codes/aggregator.py) take the second largest distance instead. SelfCentredClipping() takes any
+    radius that is computed so.
     """
 
     share: float
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what is no share."""
+        """Raise ValueError for a share that is not between 0 and 1."""
         if not 0 < self.share < 1:
-            raise ValueError(f"share={self.share} is not between 0 and 1")
+            raise ValueError(f"share={self.share} must be between 0 and 1")
 
     def radius_of(self, weights: Sequence[float], squares: Sequence[float]) -> float:
         """Return the radius of one call."""
@@ -113,10 +117,10 @@ def _finite_first(pair: tuple[float, float]) -> float:
 def clipped_weights(
     rule: ClippingRule, own: int, weights: Sequence[float], squares: Sequence[float]
 ) -> list[float]:
-    """Return the weights with which clipped arrays make a plain mix; own: which is ours.
+    """Return the weights whose plain mix equals the clipped one; own: place of our array.
 
-    squares: of distances to ours. The sum of weights stays: what is clipped off others is ours.
-    An array of weight 0 may hold anything and must be left out of the mix.
+    squares: square distances to our array. The sum of weights stays: ours grows by what the others
+    lose. An array of weight 0 may hold anything and must be left out of the mix.
     """
     radius = rule.radius_of(weights, squares)
     found = [one * _factor(square, radius) for one, square in zip(weights, squares, strict=True)]
