@@ -2,56 +2,57 @@
 # Part of _windows.pyx: frames without bytes, and the mutex of each window at each rank.
 #
 # The mutex is the owner's list of claims in the order of their arrival. A claim is held when no
-# earlier one of another rank is in its way; so it is fair, and whoever has it may claim it again.
-# A claim of the owner may keep out only some. Claims of a rank that dies are gone.
+# earlier claim of another rank conflicts with it. So the mutex is fair, and its holder may claim
+# it again. A claim of the owner may exclude only some ranks. Claims of a rank that dies are
+# removed.
 
 # ---------------------------------------------------------------- frames without bytes
 
-cdef struct Word:               # freed when it has left
+cdef struct ControlFrame:       # freed when it has been sent
     SendItem item
-    Word* next
+    ControlFrame* next
     uint32_t peer
 
-cdef struct Work:               # what follows from news, once the lock is free
-    Word* words
-    bint has_news               # of a window: wake the helper
+cdef struct Deferred:           # what is done once the lock is free
+    ControlFrame* frames
+    bint has_news               # a window has something to do: wake the helper
 
 
-cdef void word_sent(SendItem* item, int status) noexcept nogil:
+cdef void control_sent(SendItem* item, int status) noexcept nogil:
     free(item.context)
 
 
-cdef void fill(Windows_* home, SendItem* item, uint64_t window, int32_t what, uint32_t number,
-               double p) noexcept nogil:
-    """Fill in the header of a frame; P, or a weight, is in place of status and subject."""
+cdef void fill_header(Engine* engine, SendItem* item, uint64_t window, int32_t kind,
+                      uint32_t number, double p) noexcept nogil:
+    """Fill in the header of a frame; p, or a weight, takes the place of status and subject."""
     item.header.kind = KIND_WINDOW
-    item.header.flags = <uint8_t>what
+    item.header.flags = <uint8_t>kind
     item.header.key = window
     item.header.key_version = number
-    item.header.sender = home.me
+    item.header.sender = engine.me
     memcpy(&item.header.status, &p, sizeof(double))
 
 
-cdef void tell(Windows_* home, Work* work, uint32_t peer, uint64_t window, int32_t what,
-               uint32_t number, double p, int32_t status) noexcept nogil:
-    """Have a frame without bytes sent; status: of an ACK."""
-    cdef Word* word = <Word*>calloc(1, sizeof(Word))
-    if word == NULL:
-        return                          # who waits for it stalls
-    fill(home, &word.item, window, what, number, p)
-    if what == ACK:
-        word.item.header.status = status
-    word.item.header.priority = CONTROL_PRIORITY
-    word.item.sent = word_sent
-    word.item.context = word
-    word.peer = peer
-    word.next = work.words
-    work.words = word
+cdef void queue_control(Engine* engine, Deferred* todo, uint32_t peer, uint64_t window,
+                        int32_t kind, uint32_t number, double p, int32_t status) noexcept nogil:
+    """Queue a frame without bytes, to be sent once the lock is free; status: of an ACK."""
+    cdef ControlFrame* frame = <ControlFrame*>calloc(1, sizeof(ControlFrame))
+    if frame == NULL:
+        return                          # the member that waits for it gets a StallError
+    fill_header(engine, &frame.item, window, kind, number, p)
+    if kind == ACK:
+        frame.item.header.status = status
+    frame.item.header.priority = CONTROL_PRIORITY
+    frame.item.sent = control_sent
+    frame.item.context = frame
+    frame.peer = peer
+    frame.next = todo.frames
+    todo.frames = frame
 
 
-cdef int send_to(Windows_* home, uint32_t peer, SendItem* item) noexcept nogil:
-    """Queue an item on the link to a member; the lock is free."""
-    cdef LinkSlot* slot = &home.state.peers[peer].slot
+cdef int send_to(Engine* engine, uint32_t peer, SendItem* item) noexcept nogil:
+    """Queue an item on the link to a member. The lock is free."""
+    cdef LinkSlot* slot = &engine.exchange.peers[peer].slot
     cdef Link* link = slot_acquire(slot)
     cdef int status
     if link == NULL:
@@ -62,35 +63,35 @@ cdef int send_to(Windows_* home, uint32_t peer, SendItem* item) noexcept nogil:
     return status
 
 
-cdef void ring(Windows_* home) noexcept nogil:
-    fps_add32(&home.bell, 1)
-    fps_wake(&home.bell, FPS_ALL, FPS_ANYBODY, FPS_OWN)
+cdef void wake_helper(Engine* engine) noexcept nogil:
+    fps_add32(&engine.wakeups, 1)
+    fps_wake(&engine.wakeups, FPS_ALL, FPS_ANYBODY, FPS_OWN)
 
 
-cdef void flush(Windows_* home, Work* work) noexcept nogil:
-    """Do what news led to; the lock is free."""
-    cdef Word* word
-    if work.has_news:
-        work.has_news = False
-        ring(home)
-    while work.words != NULL:
-        word = work.words
-        work.words = word.next
-        if send_to(home, word.peer, &word.item) != OK:
-            free(word)                  # who waits for it hears of the link's end
+cdef void run_deferred(Engine* engine, Deferred* todo) noexcept nogil:
+    """Send the queued frames and wake the helper. The lock is free."""
+    cdef ControlFrame* frame
+    if todo.has_news:
+        todo.has_news = False
+        wake_helper(engine)
+    while todo.frames != NULL:
+        frame = todo.frames
+        todo.frames = frame.next
+        if send_to(engine, frame.peer, &frame.item) != OK:
+            free(frame)                 # its member is lost, and so is all that waits for it
 
 
 # ---------------------------------------------------------------- claims; home.lock is held
 
-cdef bint is_in_way(const Claim* earlier, const Claim* later) noexcept nogil:
+cdef bint conflicts(const Claim* earlier, const Claim* later) noexcept nogil:
     if earlier.peer == later.peer:
         return False
-    if earlier.whom != NULL and not earlier.whom[later.peer]:
+    if earlier.excluded != NULL and not earlier.excluded[later.peer]:
         return False
-    return later.whom == NULL or later.whom[earlier.peer]
+    return later.excluded == NULL or later.excluded[earlier.peer]
 
 
-cdef bint may_hold(Shape* window, const Claim* claim) noexcept nogil:
+cdef bint can_hold(CWindow* window, const Claim* claim) noexcept nogil:
     cdef Claim* other = window.claims
     cdef bint is_earlier = True
     cdef bint is_free = True
@@ -99,38 +100,38 @@ cdef bint may_hold(Shape* window, const Claim* claim) noexcept nogil:
             is_earlier = False
         elif other.is_held and other.peer == claim.peer:
             return True                 # it has the mutex already
-        elif (is_earlier or other.is_held) and is_in_way(other, claim):
+        elif (is_earlier or other.is_held) and conflicts(other, claim):
             is_free = False
         other = other.next
     return is_free
 
 
-cdef void grant(Windows_* home, Shape* window, Work* work) noexcept nogil:
-    """Let those have the mutex who may."""
+cdef void grant_claims(Engine* engine, CWindow* window, Deferred* todo) noexcept nogil:
+    """Grant the mutex to all claims that may hold it."""
     cdef Claim* claim = window.claims
     while claim != NULL:
-        if not claim.is_held and may_hold(window, claim):
+        if not claim.is_held and can_hold(window, claim):
             claim.is_held = True
             if claim.part == NULL:
-                tell(home, work, claim.peer, window.id, GRANT, claim.number, 0.0, OK)
+                queue_control(engine, todo, claim.peer, window.id, GRANT, claim.number, 0.0, OK)
             elif claim.part.stage == ASKED:
-                granted(claim.part, work)
+                on_granted(claim.part, todo)
         claim = claim.next
 
 
-cdef void put_claim(Windows_* home, Shape* window, Claim* claim, Work* work) noexcept nogil:
+cdef void add_claim(Engine* engine, CWindow* window, Claim* claim, Deferred* todo) noexcept nogil:
     cdef Claim** place = &window.claims
     while place[0] != NULL:
         place = &place[0].next
     claim.next = NULL
     claim.is_held = False
     place[0] = claim
-    grant(home, window, work)
+    grant_claims(engine, window, todo)
 
 
-cdef void drop_claim(Windows_* home, Shape* window, uint32_t peer, uint32_t number,
-                     Work* work) noexcept nogil:
-    """Take a claim back, held or not."""
+cdef void remove_claim(Engine* engine, CWindow* window, uint32_t peer, uint32_t number,
+                       Deferred* todo) noexcept nogil:
+    """Remove a claim, held or not."""
     cdef Claim** place = &window.claims
     cdef Claim* claim
     while place[0] != NULL and (place[0].peer != peer or place[0].number != number):
@@ -141,11 +142,12 @@ cdef void drop_claim(Windows_* home, Shape* window, uint32_t peer, uint32_t numb
     place[0] = claim.next
     if claim.part == NULL:
         free(claim)
-    grant(home, window, work)
+    grant_claims(engine, window, todo)
 
 
-cdef void drop_claims_of(Windows_* home, Shape* window, uint32_t peer, Work* work) noexcept nogil:
-    """Take back all claims of one who died."""
+cdef void remove_claims_of(Engine* engine, CWindow* window, uint32_t peer,
+                           Deferred* todo) noexcept nogil:
+    """Remove all claims of a lost member."""
     cdef Claim** place = &window.claims
     cdef Claim* claim
     while place[0] != NULL:
@@ -155,47 +157,47 @@ cdef void drop_claims_of(Windows_* home, Shape* window, uint32_t peer, Work* wor
             free(claim)
         else:
             place = &claim.next
-    grant(home, window, work)
+    grant_claims(engine, window, todo)
 
 
-cdef void take_claim(Windows_* home, Shape* window, uint32_t peer, uint32_t number,
-                     Work* work) noexcept nogil:
-    """A neighbour claims our mutex."""
+cdef void on_lock(Engine* engine, CWindow* window, uint32_t peer, uint32_t number,
+                  Deferred* todo) noexcept nogil:
+    """Add a neighbour's claim on our mutex."""
     cdef Claim* claim = <Claim*>calloc(1, sizeof(Claim))
     if claim == NULL:
-        return                          # it stalls, and says for whom it waits
+        return                          # it gets a StallError that names this worker
     claim.peer = peer
     claim.number = number
-    put_claim(home, window, claim, work)
+    add_claim(engine, window, claim, todo)
 
 
 # ---------------------------------------------------------------- ours; home.lock is held
 
-cdef void granted(Part* part, Work* work) noexcept nogil:
+cdef void on_granted(Part* part, Deferred* todo) noexcept nogil:
     part.has_mutex = True
     part.stage = READY
     part.action.window.has_news = True
-    work.has_news = True
+    todo.has_news = True
 
 
-cdef void claim_for(Part* part, Work* work) noexcept nogil:
-    """Ask for the mutex under which a part is to be done."""
+cdef void request_mutex(Part* part, Deferred* todo) noexcept nogil:
+    """Request the mutex under which a part runs."""
     cdef Action* action = part.action
     part.stage = ASKED
-    if part.peer != action.home.me:
-        tell(action.home, work, part.peer, action.window.id, LOCK, part.number, 0.0, OK)
+    if part.peer != action.engine.me:
+        queue_control(action.engine, todo, part.peer, action.window.id, LOCK, part.number, 0.0, OK)
         return
-    part.claim.peer = action.home.me
+    part.claim.peer = action.engine.me
     part.claim.number = part.number
     part.claim.part = part
-    put_claim(action.home, action.window, &part.claim, work)
+    add_claim(action.engine, action.window, &part.claim, todo)
 
 
-cdef void unclaim(Part* part, Work* work) noexcept nogil:
-    """Give the mutex back, or the wish to have it."""
+cdef void release_mutex(Part* part, Deferred* todo) noexcept nogil:
+    """Release the mutex of a part, or withdraw its request."""
     cdef Action* action = part.action
     part.has_mutex = False
-    if part.peer == action.home.me:
-        drop_claim(action.home, action.window, part.peer, part.number, work)
-    elif not is_lost(action.home, part.peer):
-        tell(action.home, work, part.peer, action.window.id, UNLOCK, part.number, 0.0, OK)
+    if part.peer == action.engine.me:
+        remove_claim(action.engine, action.window, part.peer, part.number, todo)
+    elif not is_lost(action.engine, part.peer):
+        queue_control(action.engine, todo, part.peer, action.window.id, UNLOCK, part.number, 0.0, OK)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _windows.pyx: what links call, when frames come and when they end.
+# Part of _windows.pyx: callbacks of links, for frames that arrive and for links that end.
 
-cdef Shape* window_of(Windows_* home, uint64_t number) noexcept nogil:
-    cdef Shape* window = home.windows
+cdef CWindow* window_of(Engine* engine, uint64_t number) noexcept nogil:
+    cdef CWindow* window = engine.windows
     while window != NULL and window.id != number:
         window = window.next
     return window
 
 
-cdef Buffer* buffer_of(Shape* window, uint32_t peer) noexcept nogil:
-    """The buffer of an in-neighbour; NULL: it is none."""
+cdef Buffer* buffer_of(CWindow* window, uint32_t peer) noexcept nogil:
+    """Return the buffer of an in-neighbour, or NULL."""
     cdef uint32_t i
     for i in range(window.n_buffers):
         if window.buffers[i].peer == peer:
@@ -17,9 +17,9 @@ cdef Buffer* buffer_of(Shape* window, uint32_t peer) noexcept nogil:
     return NULL
 
 
-cdef int begin_landing(Shape* window, Buffer* buffer, const Header* header,
+cdef int begin_landing(CWindow* window, Buffer* buffer, const Header* header,
                        uint32_t* received) noexcept nogil:
-    """See whether a frame is the next one of its operation."""
+    """Check that a frame is the next one of its operation."""
     if header.offset == 0:
         received[0] = 0
         buffer.number = header.key_version
@@ -29,31 +29,31 @@ cdef int begin_landing(Shape* window, Buffer* buffer, const Header* header,
     return OK
 
 
-cdef char* room_for(Shape* window, char** place) noexcept nogil:
-    """Memory in which frames land; made at its first use."""
+cdef char* landing_memory(CWindow* window, char** place) noexcept nogil:
+    """Return the memory in which frames land; allocated at its first use."""
     if place[0] == NULL:
         place[0] = <char*>malloc(window.nbytes + 1)
     return place[0]
 
 
-cdef char* choose(Windows_* home, Member* member, uint32_t peer, const Header* header,
-                  int* status) noexcept nogil:
+cdef char* choose_place(Engine* engine, Member* member, uint32_t peer, const Header* header,
+                        int* status) noexcept nogil:
     """Decide where the bytes of a frame go. The lock is held."""
-    cdef int32_t what = header.flags & ~WITH_P
-    cdef Shape* window = window_of(home, header.key)
+    cdef int32_t kind = header.flags & ~WITH_P
+    cdef CWindow* window = window_of(engine, header.key)
     cdef Buffer* buffer = NULL if window == NULL else buffer_of(window, peer)
     cdef Part* part
     cdef char* place
     member.window = NULL
-    if buffer == NULL or (what == GOT and part_of(window, peer, header.key_version) == NULL):
-        return home.discard             # of a window that was freed, or never ours
-    if what == GOT:
+    if buffer == NULL or (kind == GOT and part_of(window, peer, header.key_version) == NULL):
+        return engine.discard           # of a window that was freed, or never ours
+    if kind == GOT:
         part = part_of(window, peer, header.key_version)
         status[0] = begin_landing(window, buffer, header, &buffer.fetched_bytes)
-        place = room_for(window, &buffer.fetched)
+        place = landing_memory(window, &buffer.fetched)
     else:
         status[0] = begin_landing(window, buffer, header, &buffer.received)
-        place = room_for(window, &buffer.shadow)
+        place = landing_memory(window, &buffer.shadow)
     if place == NULL:
         status[0] = E_NOMEM
     if status[0] != OK:
@@ -66,66 +66,66 @@ cdef char* choose(Windows_* home, Member* member, uint32_t peer, const Header* h
 
 cdef void* windows_landing(void* context, Link* link, const Header* header,
                            int* status) noexcept nogil:
-    cdef Windows_* home = <Windows_*>context
-    cdef int32_t what = header.flags & ~WITH_P
+    cdef Engine* engine = <Engine*>context
+    cdef int32_t kind = header.flags & ~WITH_P
     cdef void* place
     status[0] = OK if header.length <= WRITE_BYTES else E_PROTOCOL
     if status[0] != OK:
         return NULL
-    if what not in (PUT, ADD, GOT):
-        home.members[link.peer].window = NULL
-        if header.length or not PUT <= what <= UNLOCK:
+    if kind not in (PUT, ADD, GOT):
+        engine.members[link.peer].window = NULL
+        if header.length or not PUT <= kind <= UNLOCK:
             status[0] = E_PROTOCOL
-        return home.discard
-    pthread_mutex_lock(&home.lock)
-    place = choose(home, &home.members[link.peer], link.peer, header, status)
-    pthread_mutex_unlock(&home.lock)
+        return engine.discard
+    pthread_mutex_lock(&engine.lock)
+    place = choose_place(engine, &engine.members[link.peer], link.peer, header, status)
+    pthread_mutex_unlock(&engine.lock)
     return place
 
 
-cdef void take_got(Windows_* home, Shape* window, uint32_t peer, const Header* header,
-                   Work* work) noexcept nogil:
-    """The whole of a neighbour's own array is here. The lock is held."""
+cdef void on_got(Engine* engine, CWindow* window, uint32_t peer, const Header* header,
+                 Deferred* todo) noexcept nogil:
+    """Note that a neighbour's own array has arrived. The lock is held."""
     cdef Part* part = part_of(window, peer, header.key_version)
     if part != NULL and part.stage == GOING:
         part.stage = RETURNED
-        window.has_news = work.has_news = True
+        window.has_news = todo.has_news = True
 
 
-cdef void take_bytes(Windows_* home, Member* member, uint32_t peer, const Header* header,
-                     Work* work) noexcept nogil:
-    """The bytes of a frame are in their place; the lock is free."""
-    cdef Shape* window = member.window
+cdef void on_payload(Engine* engine, Member* member, uint32_t peer, const Header* header,
+                     Deferred* todo) noexcept nogil:
+    """Handle a frame whose bytes have landed. The lock is free."""
+    cdef CWindow* window = member.window
     cdef Buffer* buffer = member.buffer
-    cdef int32_t what = header.flags & ~WITH_P
+    cdef int32_t kind = header.flags & ~WITH_P
     cdef bint is_whole
     cdef double p
     cdef int status = OK
     memcpy(&p, &header.status, sizeof(double))
     if window == NULL:
-        if header.offset == 0 and what != GOT:
-            tell(home, work, peer, header.key, ACK, header.key_version, 0.0, E_MISMATCH)
+        if header.offset == 0 and kind != GOT:
+            queue_control(engine, todo, peer, header.key, ACK, header.key_version, 0.0, E_MISMATCH)
         return
-    if what == GOT:
+    if kind == GOT:
         buffer.fetched_bytes += header.length
         is_whole = buffer.fetched_bytes == window.nbytes
     else:
         buffer.received += header.length
         is_whole = buffer.received == window.nbytes
-    if is_whole and what != GOT:
-        status = apply_frames(home, window, buffer, what, header.flags & WITH_P, p)
-        tell(home, work, peer, window.id, ACK, header.key_version, 0.0, status)
-    pthread_mutex_lock(&home.lock)
-    if is_whole and what == GOT:
-        take_got(home, window, peer, header, work)
+    if is_whole and kind != GOT:
+        status = apply_frames(engine, window, buffer, kind, header.flags & WITH_P, p)
+        queue_control(engine, todo, peer, window.id, ACK, header.key_version, 0.0, status)
+    pthread_mutex_lock(&engine.lock)
+    if is_whole and kind == GOT:
+        on_got(engine, window, peer, header, todo)
     member.window = NULL
     window.users -= 1
-    pthread_mutex_unlock(&home.lock)
+    pthread_mutex_unlock(&engine.lock)
 
 
-# ---------------------------------------------------------------- a neighbour wants our array
+# ---------------------------------------------------------------- requests for our array
 
-cdef struct Reply:              # freed when it has left
+cdef struct Reply:              # freed when it has been sent
     SendItem item
     char payload[0]
 
@@ -134,96 +134,98 @@ cdef void reply_sent(SendItem* item, int status) noexcept nogil:
     free(item.context)
 
 
-cdef void give_own(Windows_* home, Shape* window, uint32_t peer, uint32_t number, double weight,
-                   Work* work) noexcept nogil:
-    """Send our own array as it is now. The window cannot go; the lock is free."""
+cdef void send_own(Engine* engine, CWindow* window, uint32_t peer, uint32_t number, double weight,
+                   Deferred* todo) noexcept nogil:
+    """Send our own array as it is now. The caller counts as a user; the lock is free."""
     cdef Reply* reply = <Reply*>malloc(sizeof(Reply) + window.nbytes)
     cdef int status
     if reply == NULL:
-        tell(home, work, peer, window.id, ACK, number, 0.0, E_NOMEM)
+        queue_control(engine, todo, peer, window.id, ACK, number, 0.0, E_NOMEM)
         return
     memset(&reply.item, 0, sizeof(SendItem))
     pthread_mutex_lock(&window.own_lock)
     status = scale(window, window.own, reply.payload, weight)
     pthread_mutex_unlock(&window.own_lock)
-    fill(home, &reply.item, window.id, GOT, number, 0.0)
+    fill_header(engine, &reply.item, window.id, GOT, number, 0.0)
     reply.item.header.dtype = window.dtype
     reply.item.payload = reply.payload
     reply.item.nbytes = window.nbytes
     reply.item.sent = reply_sent
     reply.item.context = reply
-    if status != OK or send_to(home, peer, &reply.item) != OK:
-        tell(home, work, peer, window.id, ACK, number, 0.0, E_MISMATCH)
+    if status != OK or send_to(engine, peer, &reply.item) != OK:
+        queue_control(engine, todo, peer, window.id, ACK, number, 0.0, E_MISMATCH)
         free(reply)
 
 
-cdef void take_get(Windows_* home, uint32_t peer, const Header* header, Work* work) noexcept nogil:
-    cdef Shape* window
+cdef void on_get(Engine* engine, uint32_t peer, const Header* header,
+                 Deferred* todo) noexcept nogil:
+    cdef CWindow* window
     cdef double weight
     memcpy(&weight, &header.status, sizeof(double))
-    pthread_mutex_lock(&home.lock)
-    window = window_of(home, header.key)
+    pthread_mutex_lock(&engine.lock)
+    window = window_of(engine, header.key)
     if window == NULL:
-        tell(home, work, peer, header.key, ACK, header.key_version, 0.0, E_MISMATCH)
+        queue_control(engine, todo, peer, header.key, ACK, header.key_version, 0.0, E_MISMATCH)
     else:
         window.users += 1
-    pthread_mutex_unlock(&home.lock)
+    pthread_mutex_unlock(&engine.lock)
     if window == NULL:
         return
-    give_own(home, window, peer, header.key_version, weight, work)
-    pthread_mutex_lock(&home.lock)
+    send_own(engine, window, peer, header.key_version, weight, todo)
+    pthread_mutex_lock(&engine.lock)
     window.users -= 1
-    pthread_mutex_unlock(&home.lock)
+    pthread_mutex_unlock(&engine.lock)
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- frames without bytes
 
-cdef int take_word(Windows_* home, uint32_t peer, const Header* header, Work* work) noexcept nogil:
-    """Take a frame without bytes. The lock is held."""
-    cdef int32_t what = header.flags & ~WITH_P
-    cdef Shape* window = window_of(home, header.key)
+cdef int on_control(Engine* engine, uint32_t peer, const Header* header,
+                    Deferred* todo) noexcept nogil:
+    """Handle a frame without bytes. The lock is held."""
+    cdef int32_t kind = header.flags & ~WITH_P
+    cdef CWindow* window = window_of(engine, header.key)
     cdef Part* part
     if window == NULL:
         return OK                       # it was freed
-    if what == LOCK:
-        take_claim(home, window, peer, header.key_version, work)
-    elif what == UNLOCK:
-        drop_claim(home, window, peer, header.key_version, work)
+    if kind == LOCK:
+        on_lock(engine, window, peer, header.key_version, todo)
+    elif kind == UNLOCK:
+        remove_claim(engine, window, peer, header.key_version, todo)
     else:
         part = part_of(window, peer, header.key_version)
-        if part != NULL and what == GRANT and part.stage == ASKED:
-            granted(part, work)
-        elif part != NULL and what == ACK:
+        if part != NULL and kind == GRANT and part.stage == ASKED:
+            on_granted(part, todo)
+        elif part != NULL and kind == ACK:
             if header.status > 0:
                 return E_PROTOCOL
-            answered(part, header.status, work)
-        hurry(window, work)
+            on_ack(part, header.status, todo)
+        advance(window, todo)
     return OK
 
 
 cdef int windows_deliver(void* context, Link* link, const Header* header) noexcept nogil:
-    cdef Windows_* home = <Windows_*>context
-    cdef int32_t what = header.flags & ~WITH_P
-    cdef Work work
+    cdef Engine* engine = <Engine*>context
+    cdef int32_t kind = header.flags & ~WITH_P
+    cdef Deferred todo
     cdef int status = OK
-    memset(&work, 0, sizeof(work))
-    if what in (PUT, ADD, GOT):
-        take_bytes(home, &home.members[link.peer], link.peer, header, &work)
-    elif what == GET:
-        take_get(home, link.peer, header, &work)
+    memset(&todo, 0, sizeof(todo))
+    if kind in (PUT, ADD, GOT):
+        on_payload(engine, &engine.members[link.peer], link.peer, header, &todo)
+    elif kind == GET:
+        on_get(engine, link.peer, header, &todo)
     else:
-        pthread_mutex_lock(&home.lock)
-        status = take_word(home, link.peer, header, &work)
-        pthread_mutex_unlock(&home.lock)
-    flush(home, &work)
+        pthread_mutex_lock(&engine.lock)
+        status = on_control(engine, link.peer, header, &todo)
+        pthread_mutex_unlock(&engine.lock)
+    run_deferred(engine, &todo)
     return status
 
 
 # ---------------------------------------------------------------- ends
 
-cdef void fail_open(Shape* window, int64_t member, int status, uint32_t culprit,
-                    Work* work) noexcept nogil:
-    """Fail the actions on a window that need a member; -1: all. The lock is held."""
+cdef void fail_open(CWindow* window, int64_t member, int status, uint32_t culprit,
+                    Deferred* todo) noexcept nogil:
+    """Fail the actions on a window that need a member, -1: all. The lock is held."""
     cdef Action* action = window.open
     cdef Action* next
     cdef uint32_t i
@@ -233,47 +235,47 @@ cdef void fail_open(Shape* window, int64_t member, int status, uint32_t culprit,
             if action.status == OK and action.parts[i].stage != OVER and (
                     member < 0 or action.parts[i].peer == member):
                 action.n_open += 1
-                fail(action, status, culprit, work)
+                fail_action(action, status, culprit, todo)
                 count_down(action)
                 break
         action = next
 
 
-cdef void lose(Windows_* home, uint32_t member, Work* work) noexcept nogil:
-    """A member is gone: who needs it fails, and what it had is free. The lock is held."""
-    cdef Shape* window = home.windows
-    home.members[member].is_lost = True
+cdef void on_lost(Engine* engine, uint32_t member, Deferred* todo) noexcept nogil:
+    """Fail what needs a lost member, and free what it held. The lock is held."""
+    cdef CWindow* window = engine.windows
+    engine.members[member].is_lost = True
     while window != NULL:
-        fail_open(window, member, E_PEER_LOST, member, work)
-        drop_claims_of(home, window, member, work)
-        hurry(window, work)
+        fail_open(window, member, E_PEER_LOST, member, todo)
+        remove_claims_of(engine, window, member, todo)
+        advance(window, todo)
         window = window.next
-    if home.members[member].window != NULL:
-        home.members[member].window.users -= 1
-        home.members[member].window = NULL
+    if engine.members[member].window != NULL:
+        engine.members[member].window.users -= 1
+        engine.members[member].window = NULL
 
 
-cdef void fail_home(Windows_* home, int status, Work* work) noexcept nogil:
-    """Everything fails. The lock is held."""
-    cdef Shape* window = home.windows
-    if home.status == OK:
-        home.status = status
-        home.culprit = home.state.culprit
+cdef void fail_all(Engine* engine, int status, Deferred* todo) noexcept nogil:
+    """Fail all actions. The lock is held."""
+    cdef CWindow* window = engine.windows
+    if engine.status == OK:
+        engine.status = status
+        engine.culprit = engine.exchange.culprit
     while window != NULL:
-        fail_open(window, -1, home.status, <uint32_t>home.culprit, work)
-        hurry(window, work)
+        fail_open(window, -1, engine.status, <uint32_t>engine.culprit, todo)
+        advance(window, todo)
         window = window.next
 
 
 cdef void windows_closed(void* context, Link* link, int status) noexcept nogil:
-    """A link has ended; NULL: the job has."""
-    cdef Windows_* home = <Windows_*>context
-    cdef Work work
-    memset(&work, 0, sizeof(work))
-    pthread_mutex_lock(&home.lock)
+    """Handle the end of a link; NULL: the end of the job."""
+    cdef Engine* engine = <Engine*>context
+    cdef Deferred todo
+    memset(&todo, 0, sizeof(todo))
+    pthread_mutex_lock(&engine.lock)
     if link == NULL:
-        fail_home(home, status, &work)
+        fail_all(engine, status, &todo)
     else:
-        lose(home, link.peer, &work)
-    pthread_mutex_unlock(&home.lock)
-    flush(home, &work)
+        on_lost(engine, link.peer, &todo)
+    pthread_mutex_unlock(&engine.lock)
+    run_deferred(engine, &todo)

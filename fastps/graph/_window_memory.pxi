@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _windows.pyx: buffers and the locks before them, and what is done to their bytes.
+# Part of _windows.pyx: buffers, their locks, and the computations on their bytes.
 #
-# The lock of a buffer is a futex that says who has it, so that whoever waits can name them, and
-# takes over from one who died. It is a leaf: who has one waits for nobody but copiers that help
-# with its bytes. An update has many; it takes those that others write first, so that no link's
-# thread waits for another process.
+# The lock of a buffer is a futex that holds the number of its holder. So a waiting thread can
+# name the holder, and takes the lock over from one that died. It is a leaf: its holder waits only
+# for copiers that help with its bytes. An update holds many; it locks the buffers that other
+# processes write first, so that no link's thread waits for another process.
 
 # ---------------------------------------------------------------- locks
 
-cdef bint is_lost(Windows_* home, uint32_t member) noexcept nogil:
-    return member < home.n_members and home.members[member].is_lost
+cdef bint is_lost(Engine* engine, uint32_t member) noexcept nogil:
+    return member < engine.n_members and engine.members[member].is_lost
 
 
-cdef int wait_buffer(Windows_* home, BufferHead* head, int64_t deadline,
+cdef int wait_buffer(Engine* engine, BufferHead* head, int64_t deadline,
                      uint32_t* holder) noexcept nogil:
-    """Wait for the lock of a buffer; OK, E_TIMEOUT, or why all fails. Names who has it."""
-    cdef int32_t ours = <int32_t>home.me + 1
+    """Wait for the lock of a buffer; OK, E_TIMEOUT or the engine's error. Sets its holder."""
+    cdef int32_t ours = <int32_t>engine.me + 1
     cdef int32_t seen
     while True:
         seen = fps_load32(&head.lock)
         holder[0] = <uint32_t>((seen & ~SLEEPERS) - 1)
-        if seen == 0 or is_lost(home, holder[0]):
+        if seen == 0 or is_lost(engine, holder[0]):
             if fps_cas32(&head.lock, seen, ours | SLEEPERS):
                 return OK
-        elif home.status != OK:
-            return home.status
+        elif engine.status != OK:
+            return engine.status
         elif now_ns() >= deadline:
             return E_TIMEOUT
         elif seen & SLEEPERS or fps_cas32(&head.lock, seen, seen | SLEEPERS):
@@ -32,11 +32,11 @@ cdef int wait_buffer(Windows_* home, BufferHead* head, int64_t deadline,
                       FPS_SHARED)
 
 
-cdef inline int lock_buffer(Windows_* home, BufferHead* head, int64_t deadline,
+cdef inline int lock_buffer(Engine* engine, BufferHead* head, int64_t deadline,
                             uint32_t* holder) noexcept nogil:
-    if fps_cas32(&head.lock, 0, <int32_t>home.me + 1):
+    if fps_cas32(&head.lock, 0, <int32_t>engine.me + 1):
         return OK
-    return wait_buffer(home, head, deadline, holder)
+    return wait_buffer(engine, head, deadline, holder)
 
 
 cdef inline void unlock_buffer(BufferHead* head) noexcept nogil:
@@ -46,8 +46,8 @@ cdef inline void unlock_buffer(BufferHead* head) noexcept nogil:
 
 # ---------------------------------------------------------------- bytes; the lock is held
 
-cdef int scale(Shape* window, const char* source, char* target, double weight) noexcept nogil:
-    """Write source times weight, rounded once; in place too."""
+cdef int scale(CWindow* window, const char* source, char* target, double weight) noexcept nogil:
+    """Write source times weight, rounded once; may be in place."""
     cdef const void* sources[1]
     if weight == 1.0:
         if source != target:
@@ -62,7 +62,7 @@ cdef int scale(Shape* window, const char* source, char* target, double weight) n
     return OK
 
 
-cdef int add_bytes(Shape* window, char* target, const char* source,
+cdef int add_bytes(CWindow* window, char* target, const char* source,
                    uint64_t nbytes) noexcept nogil:
     cdef const void* sources[2]
     cdef int64_t divisor = 1
@@ -74,15 +74,15 @@ cdef int add_bytes(Shape* window, char* target, const char* source,
     return OK
 
 
-cdef struct Weighed:            # what add_steps() wants besides its source
-    Shape* window
+cdef struct ScaledAdd:          # arguments of add_steps() besides its source
+    CWindow* window
     double weight
 
 
 cdef int64_t add_steps(const void* const* sources, int64_t n, void* target, int64_t count,
                        const void* args) noexcept nogil:
-    """As a rule, step by step: add a source times a weight to what is there."""
-    cdef const Weighed* how = <const Weighed*>args
+    """Add a source times a weight to the target, step by step; called as a rule."""
+    cdef const ScaledAdd* how = <const ScaledAdd*>args
     cdef char step[STEP_BYTES]
     cdef const void* source
     cdef uint64_t done = 0, total = count * how.window.itemsize, nbytes
@@ -97,10 +97,11 @@ cdef int64_t add_steps(const void* const* sources, int64_t n, void* target, int6
     return 1
 
 
-cdef int add_scaled(Shape* window, char* target, const char* source, double weight) noexcept nogil:
-    """Add source times weight, rounded before it is added as if it had travelled."""
+cdef int add_scaled(CWindow* window, char* target, const char* source,
+                    double weight) noexcept nogil:
+    """Add source times weight, rounded before the addition as if it had been sent."""
     cdef const void* place = source
-    cdef Weighed how
+    cdef ScaledAdd how
     if weight == 1.0:
         return add_bytes(window, target, source, window.nbytes)
     if window.mix == NULL:
@@ -112,37 +113,37 @@ cdef int add_scaled(Shape* window, char* target, const char* source, double weig
     return OK
 
 
-cdef void note_arrival(BufferHead* head, int32_t what, bint has_p, double p) noexcept nogil:
-    """Count an operation that has taken effect, and take the P that came with it."""
-    if what != ADD:
+cdef void note_arrival(BufferHead* head, int32_t kind, bint has_p, double p) noexcept nogil:
+    """Count an operation that has taken effect, and apply the P that came with it."""
+    if kind != ADD:
         head.version += 1
-    if has_p and what == PUT:
+    if has_p and kind == PUT:
         head.p = p
-    elif has_p and what == ADD:
+    elif has_p and kind == ADD:
         head.p += p
 
 
 cdef int write_direct(Action* action, Part* part, int64_t deadline) noexcept nogil:
-    """Put into a neighbour's buffer where it lies: one copy."""
-    cdef Shape* window = action.window
+    """Put into a neighbour's buffer in shared memory: one copy."""
+    cdef CWindow* window = action.window
     cdef BufferHead* head = window.targets[part.place].head
     cdef char* data = <char*>head + sizeof(BufferHead)
-    cdef int status = lock_buffer(action.home, head, deadline, &action.holder)
+    cdef int status = lock_buffer(action.engine, head, deadline, &action.holder)
     if status != OK:
         return status
-    if action.what == PUT:
+    if action.kind == PUT:
         status = scale(window, action.array, data, part.weight)
     else:
         status = add_scaled(window, data, action.array, part.weight)
     if status == OK:
-        note_arrival(head, action.what, action.has_p, part.weight * window.p)
+        note_arrival(head, action.kind, action.has_p, part.weight * window.p)
     unlock_buffer(head)
-    fps_add64(<int64_t*>&action.home.direct_bytes, window.nbytes)
+    fps_add64(<int64_t*>&action.engine.direct_bytes, window.nbytes)
     return status
 
 
-cdef void trade(Buffer* buffer, char** place, uint32_t nbytes) noexcept nogil:
-    """Let what has landed become the buffer's bytes."""
+cdef void swap_in(Buffer* buffer, char** place, uint32_t nbytes) noexcept nogil:
+    """Make the bytes that have landed those of the buffer."""
     cdef char* before = buffer.data
     if buffer.is_direct:
         pooled_copy(buffer.data, place[0], nbytes, nbytes, nbytes)
@@ -151,40 +152,40 @@ cdef void trade(Buffer* buffer, char** place, uint32_t nbytes) noexcept nogil:
         place[0] = before
 
 
-cdef int apply_frames(Windows_* home, Shape* window, Buffer* buffer, int32_t what, bint has_p,
+cdef int apply_frames(Engine* engine, CWindow* window, Buffer* buffer, int32_t kind, bint has_p,
                       double p) noexcept nogil:
-    """Have what came by frames take effect."""
+    """Apply a put or an accumulate that came by frames."""
     cdef uint32_t holder
-    cdef int status = lock_buffer(home, buffer.head, now_ns() + PATIENCE_NS, &holder)
+    cdef int status = lock_buffer(engine, buffer.head, now_ns() + PATIENCE_NS, &holder)
     if status != OK:
         return status
-    if what == PUT:
-        trade(buffer, &buffer.shadow, window.nbytes)
+    if kind == PUT:
+        swap_in(buffer, &buffer.shadow, window.nbytes)
     else:
         status = add_bytes(window, buffer.data, buffer.shadow, window.nbytes)
-    note_arrival(buffer.head, what, has_p, p)
+    note_arrival(buffer.head, kind, has_p, p)
     unlock_buffer(buffer.head)
     return status
 
 
 cdef int apply_fetched(Action* action, Part* part, int64_t deadline) noexcept nogil:
-    """Have a neighbour's own array, which came by frames, replace what it put last."""
+    """Replace a buffer by the neighbour's own array, which came by frames."""
     cdef Buffer* buffer = &action.window.buffers[part.place]
-    cdef int status = lock_buffer(action.home, buffer.head, deadline, &action.holder)
+    cdef int status = lock_buffer(action.engine, buffer.head, deadline, &action.holder)
     if status != OK:
         return status
-    trade(buffer, &buffer.fetched, action.window.nbytes)
+    swap_in(buffer, &buffer.fetched, action.window.nbytes)
     note_arrival(buffer.head, GET, False, 0.0)
     unlock_buffer(buffer.head)
     return OK
 
 
 cdef int read_direct(Action* action, Part* part, int64_t deadline) noexcept nogil:
-    """Copy a neighbour's own array from where it lies, at a time when its owner writes it not."""
-    cdef Shape* window = action.window
+    """Copy a neighbour's own array from shared memory, while its owner does not write it."""
+    cdef CWindow* window = action.window
     cdef Buffer* buffer = &window.buffers[part.place]
     cdef int64_t turn
-    cdef int status = lock_buffer(action.home, buffer.head, deadline, &action.holder)
+    cdef int status = lock_buffer(action.engine, buffer.head, deadline, &action.holder)
     if status != OK:
         return status
     action.holder = part.peer
@@ -195,8 +196,8 @@ cdef int read_direct(Action* action, Part* part, int64_t deadline) noexcept nogi
             fps_fence()
             if status != OK or fps_load64(&buffer.their_head.turn) == turn:
                 break
-        if action.home.status != OK or now_ns() >= deadline:
-            status = E_TIMEOUT if action.home.status == OK else action.home.status
+        if action.engine.status != OK or now_ns() >= deadline:
+            status = E_TIMEOUT if action.engine.status == OK else action.engine.status
             break
         sched_yield()
     note_arrival(buffer.head, GET, False, 0.0)
@@ -206,19 +207,19 @@ cdef int read_direct(Action* action, Part* part, int64_t deadline) noexcept nogi
 
 # ---------------------------------------------------------------- our own array
 
-cdef void begin_own(Shape* window) noexcept nogil:
+cdef void begin_own(CWindow* window) noexcept nogil:
     pthread_mutex_lock(&window.own_lock)
     fps_add64(&window.head.turn, 1)
 
 
-cdef void end_own(Shape* window) noexcept nogil:
+cdef void end_own(CWindow* window) noexcept nogil:
     fps_add64(&window.head.turn, 1)
     pthread_mutex_unlock(&window.own_lock)
 
 
 cdef int scale_own(Action* action) noexcept nogil:
-    """After a put: what was put is multiplied by its self weight, and so is P."""
-    cdef Shape* window = action.window
+    """After a put, multiply the array, and P, by the self weight."""
+    cdef CWindow* window = action.window
     cdef int status
     begin_own(window)
     status = scale(window, action.array, action.array, action.self_weight)
@@ -229,26 +230,26 @@ cdef int scale_own(Action* action) noexcept nogil:
 
 
 cdef int lock_all(Action* action, bint is_direct, int64_t deadline, int8_t* locked) noexcept nogil:
-    """Lock the buffers that others write, or those that only we write."""
-    cdef Shape* window = action.window
+    """Lock the buffers that other processes write, or those that only this one writes."""
+    cdef CWindow* window = action.window
     cdef uint32_t i
     cdef int status
     for i in range(window.n_buffers):
         if window.buffers[i].is_direct == is_direct:
-            status = lock_buffer(action.home, window.buffers[i].head, deadline, &action.holder)
+            status = lock_buffer(action.engine, window.buffers[i].head, deadline, &action.holder)
             if status != OK:
                 return status
             locked[i] = 1
     return OK
 
 
-cdef uint32_t gather(Action* action, const void** places, double* weights) noexcept nogil:
-    """List what an update adds up, in the order of ranks; give how many."""
-    cdef Shape* window = action.window
+cdef uint32_t list_sources(Action* action, const void** places, double* weights) noexcept nogil:
+    """List what an update adds up, in the order of ranks; return the number."""
+    cdef CWindow* window = action.window
     cdef uint32_t i, count = 0
     cdef bint has_own = False
     for i in range(window.n_buffers + 1):
-        if not has_own and (i == window.n_buffers or window.buffers[i].peer > action.home.me):
+        if not has_own and (i == window.n_buffers or window.buffers[i].peer > action.engine.me):
             places[count] = window.own
             weights[count] = action.self_weight
             has_own = True
@@ -260,7 +261,7 @@ cdef uint32_t gather(Action* action, const void** places, double* weights) noexc
     return count
 
 
-cdef struct Folding:            # what fold_steps() wants besides its sources
+cdef struct FoldArgs:           # arguments of fold_steps() besides its sources
     Action* action
     rule_fn rule
     const void* args
@@ -268,9 +269,9 @@ cdef struct Folding:            # what fold_steps() wants besides its sources
 
 cdef int64_t fold_steps(const void* const* sources, int64_t n, void* target, int64_t count,
                         const void* args) noexcept nogil:
-    """As a rule, step by step: add up, and empty buffers while they are in the cache."""
-    cdef const Folding* how = <const Folding*>args
-    cdef Shape* window = how.action.window
+    """Add up step by step, and clear buffers while they are in the cache; called as a rule."""
+    cdef const FoldArgs* how = <const FoldArgs*>args
+    cdef CWindow* window = how.action.window
     cdef const void* places[MAX_BUFFERS + 1]
     cdef uint64_t first = <char*>target - how.action.array
     cdef uint64_t end = first + count * window.itemsize, done = first, nbytes
@@ -289,12 +290,12 @@ cdef int64_t fold_steps(const void* const* sources, int64_t n, void* target, int
 
 
 cdef int fold(Action* action) noexcept nogil:
-    cdef Shape* window = action.window
+    cdef CWindow* window = action.window
     cdef const void* places[MAX_BUFFERS + 1]
     cdef double weights[MAX_BUFFERS + 1]
-    cdef uint32_t count = gather(action, places, weights)
+    cdef uint32_t count = list_sources(action, places, weights)
     cdef int64_t divisor = count if action.is_mean and weights[0] != 1.0 else 1
-    cdef Folding how
+    cdef FoldArgs how
     how.action, how.rule, how.args = action, window.mix, weights
     if action.is_mean:
         how.rule, how.args = window.sum, &divisor
@@ -305,8 +306,8 @@ cdef int fold(Action* action) noexcept nogil:
 
 
 cdef void fold_p(Action* action) noexcept nogil:
-    """Do to P what is done to values, and forget versions."""
-    cdef Shape* window = action.window
+    """Update P as the values were updated, and set versions to 0."""
+    cdef CWindow* window = action.window
     cdef BufferHead* head
     cdef double p = action.self_weight * window.p
     cdef uint32_t i
@@ -322,8 +323,8 @@ cdef void fold_p(Action* action) noexcept nogil:
 
 
 cdef int update(Action* action, int64_t deadline) noexcept nogil:
-    """Make our own array of itself and the buffers, which nobody writes meanwhile."""
-    cdef Shape* window = action.window
+    """Mix our own array with the buffers, while all of them are locked."""
+    cdef CWindow* window = action.window
     cdef int8_t locked[MAX_BUFFERS]
     cdef uint32_t i
     cdef int status

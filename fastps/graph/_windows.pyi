@@ -24,10 +24,10 @@ class Window:
     name: str
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    home: Windows
+    engine: Windows
     def __init__(
         self,
-        home: Windows,
+        engine: Windows,
         name: str,
         number: int,
         own: Any,
@@ -84,7 +84,7 @@ class Window:
         self,
         members: Sequence[int],
         *,
-        whom: Collection[int] | None = None,
+        excluded: Collection[int] | None = None,
         timeout_s: float = 60.0,
     ) -> WindowAction: ...
     @property

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: memory at each worker that its in-neighbours write without asking, run without the GIL.
+"""Windows: memory at each worker that its in-neighbours write without asking, without the GIL.
 
 Theory of operation. A window has, at each worker, the user's own array and P, and for each
-in-neighbour a buffer: its bytes, its P, and how many operations arrived since the last update. A
-put replaces a neighbour's buffer, an accumulate adds to it, a get replaces our own buffer of a
-neighbour by that one's array. An update makes our own array of itself and the buffers.
+in-neighbour a buffer: its bytes, its P, and the number of operations that arrived since the last
+update. A put replaces a neighbour's buffer, an accumulate adds to it. A get replaces our buffer
+of a neighbour by that neighbour's own array. An update mixes our own array with the buffers.
 
-Where both share memory, who puts writes the buffer itself, under the buffer's lock: one copy.
-Else it sends frames that nobody asked for; they land beside the buffer on the link's thread, and
-with the last one bytes and P take effect at once, under the same lock. Nobody's Python takes part.
-An ACK says so, and only then a put is done.
+Where both workers share memory, the one that puts writes the buffer itself, under the buffer's
+lock: one copy. Else it sends unexpected frames. They land beside the buffer on the link's thread;
+with the last one, bytes and P take effect at once, under the same lock. The neighbour's Python
+takes no part. An ACK confirms it, and only then a put is done.
 
-Actions on one window take effect in the order in which they were started, each when the one before
-does not need the user's array any more. An update is one of them.
+Actions on one window take effect in the order in which they were started. An action begins when
+the one before no longer needs the user's array. An update is an action.
 
-Threads. start() runs on user threads, the queue on theirs or the helper's, frames on those of
-links. One lock guards lists, stages and claims; it is never held over a copy or a call of a link.
-Links' threads do not wait for other processes: what may have to is the helper's.
+Threads. start_action() runs on user threads, the queue on theirs or the helper's, frames on those
+of links. One lock guards lists, stages and claims; it is never held over a copy or a call of a
+link. Links' threads do not wait for other processes: parts that may have to run on the helper.
 """
 
 cimport cython
@@ -55,19 +55,19 @@ cdef extern from "Python.h":
 
 cdef enum:
     FRAME_BYTES = 128 << 10     # of a frame
-    WRITE_BYTES = 16 << 20      # of one over RDMA: a write, which nobody has to look at on its way
-    STEP_BYTES = 64 << 10       # computed at a time: so few that they stay in a core's cache
-    SMALL_BYTES = 256 << 10     # is put at once, if nobody has the buffer just now
-    SLEEPERS = 1 << 30          # of a lock's futex: somebody may sleep
+    WRITE_BYTES = 16 << 20      # of a frame over RDMA, which is one write
+    STEP_BYTES = 64 << 10       # computed at a time: they stay in a core's cache
+    SMALL_BYTES = 256 << 10     # put at once, if the buffer is not locked
+    SLEEPERS = 1 << 30          # of a lock's futex: threads may sleep on it
     CONTROL_PRIORITY = 0x7fffffff
     NS_PER_US = 1000
-    SLICE_NS = 100000000        # how long a sleeper does not look whether all has failed
-    PATIENCE_NS = 1000000000    # how long the helper waits for one window, others waiting
+    SLICE_NS = 100000000        # between a sleeper's checks whether the engine has failed
+    PATIENCE_NS = 1000000000    # the longest wait of the helper for one window
     HELPER_SLICE_NS = 1000000000
-    MANY_ACTIONS = 256          # in flight, before we look for those that nobody waits for
+    MANY_ACTIONS = 256          # in flight, before those that are done are released
 
 MAX_BYTES = 1 << 32             # of a window: offsets of frames have 32 bits
-NAP_S = 0.0005                  # between looks at a window that is to end
+NAP_S = 0.0005                  # between checks of a window that is to end
 
 include "_window_memory.pxi"
 include "_window_claims.pxi"
@@ -76,12 +76,12 @@ include "_window_frames.pxi"
 
 
 def window_bytes(uint64_t nbytes, uint32_t n_buffers):
-    """Give the size of the memory that a window's buffers take."""
+    """Return the size of the memory of a window's buffers."""
     return sizeof(Head) + n_buffers * _stride(nbytes)
 
 
 def buffer_offset(uint64_t nbytes, uint32_t place):
-    """Say where, in a window's memory, the buffer of the in-neighbour at a place is."""
+    """Return the offset, in a window's memory, of the buffer of the in-neighbour at a place."""
     return _place_of(nbytes, place)
 
 
@@ -99,25 +99,25 @@ cdef class Windows:
     """The windows of one worker, over the links of an exchange."""
 
     def __cinit__(self, Exchange exchange not None):
-        cdef Windows_* home = &self.state
+        cdef Engine* engine = &self.state
         if exchange.window_owner is not None:
-            raise ValueError("the exchange has windows already")
+            raise ValueError("the exchange has windows already: make one Windows object of it")
         self.exchange = exchange
         self.in_flight = {}
-        home.state = exchange.state
-        home.me = exchange.state.me
-        home.n_members = exchange.state.n_members
-        home.culprit = -1
-        home.members = <Member*>calloc(home.n_members + 1, sizeof(Member))
-        home.discard = <char*>malloc(WRITE_BYTES)     # touched by what nobody wants alone
-        if home.members == NULL or home.discard == NULL:
-            raise MemoryError("no memory for windows")
-        pthread_mutex_init(&home.lock, NULL)
-        home.helper = thread_create(b"windows", home.me, helper_main, home)
-        if home.helper == NULL:
-            raise MemoryError("no thread for windows")
+        engine.exchange = exchange.state
+        engine.me = exchange.state.me
+        engine.n_members = exchange.state.n_members
+        engine.culprit = -1
+        engine.members = <Member*>calloc(engine.n_members + 1, sizeof(Member))
+        engine.discard = <char*>malloc(WRITE_BYTES)   # touched by what nobody wants alone
+        if engine.members == NULL or engine.discard == NULL:
+            raise MemoryError(f"no memory for windows of {engine.n_members} members")
+        pthread_mutex_init(&engine.lock, NULL)
+        engine.helper = thread_create(b"windows", engine.me, helper_main, engine)
+        if engine.helper == NULL:
+            raise MemoryError("cannot start the window helper thread; see ulimit -u")
         exchange.window_owner = self
-        exchange.state.window_owner.context = home
+        exchange.state.window_owner.context = engine
         exchange.state.window_owner.deliver = windows_deliver
         exchange.state.window_owner.closed = windows_closed
         exchange.state.window_owner.landing = windows_landing
@@ -134,7 +134,7 @@ cdef class Windows:
         return [i for i in range(self.state.n_members) if self.state.members[i].is_lost]
 
     def statistics(self):
-        """Count the bytes that were written where neighbours read them, as a dict."""
+        """Return the number of bytes written to neighbours' buffers in shared memory."""
         return {"window_bytes_direct": self.state.direct_bytes}
 
     cdef int prune(self) except -1:
@@ -145,24 +145,24 @@ cdef class Windows:
         return 0
 
     def stop(self, *, double timeout_s=10.0):
-        """Fail what is in flight and end the helper; False: it did not end. Idempotent."""
-        cdef Windows_* home = &self.state
+        """Fail what is in flight and end the helper; return whether it ended. Idempotent."""
+        cdef Engine* engine = &self.state
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int status = OK
-        cdef Work work
-        memset(&work, 0, sizeof(work))
-        if home.helper == NULL:
+        cdef Deferred todo
+        memset(&todo, 0, sizeof(todo))
+        if engine.helper == NULL:
             return True
         with nogil:
-            pthread_mutex_lock(&home.lock)
-            fail_home(home, E_SHUTDOWN, &work)
-            pthread_mutex_unlock(&home.lock)
-            flush(home, &work)
-            fps_store32(&home.is_stopping, 1)
-            ring(home)
-            status = thread_join(home.helper, deadline)
+            pthread_mutex_lock(&engine.lock)
+            fail_all(engine, E_SHUTDOWN, &todo)
+            pthread_mutex_unlock(&engine.lock)
+            run_deferred(engine, &todo)
+            fps_store32(&engine.is_stopping, 1)
+            wake_helper(engine)
+            status = thread_join(engine.helper, deadline)
         if status == OK:
-            home.helper = NULL
+            engine.helper = NULL
         return status == OK
 
     def __dealloc__(self):
@@ -172,273 +172,282 @@ cdef class Windows:
         free(self.state.discard)
 
 
-@cython.no_gc_clear             # its memory is listed at home until it ends
+@cython.no_gc_clear             # the engine lists its memory until it ends
 @cython.final
 cdef class Window:
     """One worker's part of a window; made, connected, used, freed.
 
-    number: the same on all workers. own: the user's array. memory: of window_bytes(), whose
-    address is a multiple of 64, for one buffer of each of sources, ascending. sum, mix: addresses
-    of rules of the dtype; mix 0: its elements have no weights.
+    number: the same on all workers. own: the user's array. memory: window_bytes() for a buffer of
+    each of sources, ascending; its address is a multiple of 64. sum, mix: addresses of kernels of
+    the dtype; mix 0: the dtype allows no weights.
     """
 
-    def __init__(self, Windows home not None, str name, uint64_t number, own, memory, sources, *,
+    def __init__(self, Windows engine not None, str name, uint64_t number, own, memory, sources, *,
                  uint32_t itemsize, uint8_t dtype, uintptr_t sum, uintptr_t mix, bint zero_init):
-        cdef Shape* shape = &self.shape
+        cdef CWindow* state = &self.state
         cdef uint32_t i
-        self.home, self.name, self.memory, self.sources = home, name, memory, tuple(sources)
+        self.engine, self.name, self.memory, self.sources = engine, name, memory, tuple(sources)
         if list(sources) != sorted(set(sources)) or len(sources) > MAX_BUFFERS:
-            raise ValueError(f"window {name!r}: {len(sources)} in-neighbors are out of order")
+            raise ValueError(
+                f"window {name!r}: sources={list(sources)} must be ascending, at most {MAX_BUFFERS}"
+            )
         PyObject_GetBuffer(own, &self.view, PyBUF_WRITABLE)
         self.has_view = True
         PyObject_GetBuffer(memory, &self.room, PyBUF_WRITABLE)
         self.has_room = True
         if self.view.len >= MAX_BYTES:
-            raise ValueError(f"window {name!r}: {self.view.len} bytes, and 4 GiB is the bound")
+            raise ValueError(f"window {name!r}: {self.view.len} bytes; it must be below 4 GiB")
         if self.room.len < <int64_t>window_bytes(self.view.len, len(sources)):
-            raise ValueError(f"window {name!r}: {self.room.len} bytes are no room for its buffers")
-        shape.home = &home.state
-        shape.id = number
-        shape.nbytes = <uint32_t>self.view.len
-        shape.itemsize = itemsize
-        shape.dtype = dtype
-        shape.sum = <rule_fn>sum
-        shape.mix = <rule_fn>mix
-        shape.own = <char*>self.view.buf
-        shape.p = 1.0
-        shape.head = <Head*>self.room.buf
-        memset(shape.head, 0, sizeof(Head))
-        shape.buffers = <Buffer*>calloc(len(sources) + 1, sizeof(Buffer))
-        if shape.buffers == NULL:
-            raise MemoryError("no memory for a window")
-        shape.n_buffers = len(sources)
-        for i in range(shape.n_buffers):
-            self.lay_out(i, sources[i], zero_init)
-        pthread_mutex_init(&shape.own_lock, NULL)
-        self.list_it()
+            raise ValueError(
+                f"window {name!r}: {self.room.len} bytes of memory; its buffers need "
+                f"{window_bytes(self.view.len, len(sources))}"
+            )
+        state.engine = &engine.state
+        state.id = number
+        state.nbytes = <uint32_t>self.view.len
+        state.itemsize = itemsize
+        state.dtype = dtype
+        state.sum = <rule_fn>sum
+        state.mix = <rule_fn>mix
+        state.own = <char*>self.view.buf
+        state.p = 1.0
+        state.head = <Head*>self.room.buf
+        memset(state.head, 0, sizeof(Head))
+        state.buffers = <Buffer*>calloc(len(sources) + 1, sizeof(Buffer))
+        if state.buffers == NULL:
+            raise MemoryError(f"window {name!r}: no memory for {len(sources)} buffers")
+        state.n_buffers = len(sources)
+        for i in range(state.n_buffers):
+            self.init_buffer(i, sources[i], zero_init)
+        pthread_mutex_init(&state.own_lock, NULL)
+        self.publish()
 
-    cdef int lay_out(self, uint32_t place, uint32_t peer, bint is_zero) except -1:
-        cdef Buffer* buffer = &self.shape.buffers[place]
-        cdef uint64_t nbytes = self.shape.nbytes
+    cdef int init_buffer(self, uint32_t place, uint32_t peer, bint is_zero) except -1:
+        cdef Buffer* buffer = &self.state.buffers[place]
+        cdef uint64_t nbytes = self.state.nbytes
         buffer.peer = peer
-        buffer.head = <BufferHead*>(<char*>self.shape.head + _place_of(nbytes, place))
+        buffer.head = <BufferHead*>(<char*>self.state.head + _place_of(nbytes, place))
         buffer.place = buffer.data = <char*>buffer.head + sizeof(BufferHead)
         memset(buffer.head, 0, sizeof(BufferHead))
         if is_zero:
             memset(buffer.data, 0, nbytes)
         else:
-            memcpy(buffer.data, self.shape.own, nbytes)
+            memcpy(buffer.data, self.state.own, nbytes)
         return 0
 
-    cdef int list_it(self) except -1:
+    cdef int publish(self) except -1:
         """Let frames of this window land from now on."""
-        cdef Windows_* home = self.shape.home
-        pthread_mutex_lock(&home.lock)
-        cdef bint is_known = window_of(home, self.shape.id) != NULL
+        cdef Engine* engine = self.state.engine
+        pthread_mutex_lock(&engine.lock)
+        cdef bint is_known = window_of(engine, self.state.id) != NULL
         if not is_known:
-            self.shape.next = home.windows
-            home.windows = &self.shape
+            self.state.next = engine.windows
+            engine.windows = &self.state
             self.is_listed = True
-        pthread_mutex_unlock(&home.lock)
+        pthread_mutex_unlock(&engine.lock)
         if is_known:
-            raise ValueError(f"window {self.name!r} is there already")
+            raise ValueError(f"window {self.name!r} exists already; free it first")
         return 0
 
     def connect(self, targets, direct, theirs, *, keep=None):
-        """Say how neighbours are reached, before the first action.
+        """Set how neighbours are reached, before the first action.
 
-        targets: (member, address of our buffer at its place, 0: by frames). direct: members that
-        write our buffers themselves. theirs: {member: (address of its array, of its window's
-        memory)} where we read it. keep: what has these addresses.
+        targets: (member, address of our buffer there, 0: by frames). direct: members that write
+        our buffers themselves. theirs: {member: (address of its array, of its window's memory)}
+        where we read it. keep: the owner of these addresses.
         """
-        cdef Shape* shape = &self.shape
+        cdef CWindow* state = &self.state
         cdef uint32_t i
         cdef uintptr_t own, head
         cdef bint is_direct
         self.places = keep
-        shape.targets = <Target*>calloc(len(targets) + 1, sizeof(Target))
-        if shape.targets == NULL:
-            raise MemoryError("no memory for a window")
+        state.targets = <Target*>calloc(len(targets) + 1, sizeof(Target))
+        if state.targets == NULL:
+            raise MemoryError(f"window {self.name!r}: no memory for {len(targets)} targets")
         for i, (peer, address) in enumerate(targets):
-            shape.targets[i].peer = peer
-            shape.targets[i].head = <BufferHead*><uintptr_t>address
-        shape.n_targets = len(targets)
+            state.targets[i].peer = peer
+            state.targets[i].head = <BufferHead*><uintptr_t>address
+        state.n_targets = len(targets)
         self.targets = tuple([peer for peer, _ in targets])
-        for i in range(shape.n_buffers):
-            own, head = theirs.get(shape.buffers[i].peer, (0, 0))
-            is_direct = shape.buffers[i].peer in direct
-            pthread_mutex_lock(&shape.home.lock)    # the threads that take frames read these
-            shape.buffers[i].is_direct = is_direct
-            shape.buffers[i].theirs = <char*><uintptr_t>own
-            shape.buffers[i].their_head = <Head*><uintptr_t>head
-            pthread_mutex_unlock(&shape.home.lock)
+        for i in range(state.n_buffers):
+            own, head = theirs.get(state.buffers[i].peer, (0, 0))
+            is_direct = state.buffers[i].peer in direct
+            pthread_mutex_lock(&state.engine.lock)  # the threads that take frames read these
+            state.buffers[i].is_direct = is_direct
+            state.buffers[i].theirs = <char*><uintptr_t>own
+            state.buffers[i].their_head = <Head*><uintptr_t>head
+            pthread_mutex_unlock(&state.engine.lock)
 
     # ---- actions ----
 
-    cdef WindowAction make(self, str name, int32_t what, uint32_t n_parts, double timeout_s):
+    cdef WindowAction new_action(self, str name, int32_t kind, uint32_t n_parts, double timeout_s):
         cdef WindowAction made = WindowAction.__new__(WindowAction)
         cdef Action* action = &made.action
         made.name, made.window = name, self
-        action.home = self.shape.home
-        action.window = &self.shape
-        action.what = what
+        action.engine = self.state.engine
+        action.window = &self.state
+        action.kind = kind
         action.self_weight = 1.0
         action.culprit = action.holder = <uint32_t>-1
         action.deadline = deadline_of(timeout_s)
         action.parts = <Part*>calloc(n_parts + 1, sizeof(Part))
-        action.weights = <double*>calloc(self.shape.n_buffers + 1, sizeof(double))
-        action.is_used = <uint8_t*>calloc(2 * (self.shape.n_buffers + 1), 1)
+        action.weights = <double*>calloc(self.state.n_buffers + 1, sizeof(double))
+        action.is_used = <uint8_t*>calloc(2 * (self.state.n_buffers + 1), 1)
         if action.parts == NULL or action.weights == NULL or action.is_used == NULL:
-            raise MemoryError("no memory for an operation on a window")
-        action.is_reset = action.is_used + self.shape.n_buffers + 1
-        action.n_parts = action.n_left = n_parts
+            raise MemoryError(f"window {self.name!r}: no memory for {name}")
+        action.is_reset = action.is_used + self.state.n_buffers + 1
+        action.n_parts = action.n_reading = n_parts
         action.n_open = n_parts + 1
         return made
 
-    cdef WindowAction begin(self, WindowAction made, bint is_locked, bint is_inline):
+    cdef WindowAction submit(self, WindowAction made, bint is_locked, bint is_inline):
         cdef Action* action = &made.action
         cdef int64_t patience = SLICE_NS if is_inline else -1
         cdef uint32_t i
-        if not is_inline and self.shape.nbytes <= SMALL_BYTES:
+        if not is_inline and self.state.nbytes <= SMALL_BYTES:
             patience = 0                # waking the helper takes longer
         if not self.is_listed:
-            raise ValueError(f"window {self.name!r} was freed")
+            raise ValueError(f"window {self.name!r} was freed: create it again before you use it")
         for i in range(action.n_parts):
             action.parts[i].action = action
             action.parts[i].stage = WAITING if is_locked else READY
         action.is_locked = is_locked
         completion_reset(&action.done, 1)
-        self.home.prune()
-        self.home.in_flight[id(made)] = made
+        self.engine.prune()
+        self.engine.in_flight[id(made)] = made
         with nogil:
-            start(action, patience)
+            start_action(action, patience)
         return made
 
-    cdef void aim(self, WindowAction made, uint32_t index, uint32_t place, uint32_t peer,
-                  double weight) noexcept:
+    cdef void set_part(self, WindowAction made, uint32_t index, uint32_t place, uint32_t peer,
+                       double weight) noexcept:
         made.action.parts[index].place = place
         made.action.parts[index].peer = peer
         made.action.parts[index].weight = weight
 
     def put(self, array, weights, *, bint adds=False, double self_weight=1.0, bint is_locked=False,
             bint has_p=False, bint is_inline=False, double timeout_s=60.0):
-        """Begin to put an array times weights = {target: weight} into neighbours' buffers.
+        """Start to put an array times weights = {target: weight} into neighbours' buffers.
 
-        adds: they are added to what is there. Afterwards array, and P, are multiplied by
-        self_weight. is_locked: under each target's mutex. is_inline: this thread may do it.
+        adds: add to the buffers instead. Afterwards array, and P, are multiplied by self_weight.
+        is_locked: under each target's mutex. is_inline: this thread may run it.
         """
-        cdef WindowAction made = self.make(
+        cdef WindowAction made = self.new_action(
             f"{'win_accumulate' if adds else 'win_put'} {self.name}", ADD if adds else PUT,
             len(weights), timeout_s)
         cdef uint32_t i
         PyObject_GetBuffer(array, &made.view,
                            PyBUF_SIMPLE if self_weight == 1.0 else PyBUF_WRITABLE)
         made.has_view = True
-        if made.view.len != self.shape.nbytes:
-            raise ValueError(f"window {self.name!r} has {self.shape.nbytes} bytes, and the array "
-                             f"{made.view.len}")
+        if made.view.len != self.state.nbytes:
+            raise ValueError(f"window {self.name!r}: the array has {made.view.len} bytes; it must "
+                             f"have the window's {self.state.nbytes}")
         made.action.array = <char*>made.view.buf
         made.action.self_weight = self_weight
         made.action.has_p = has_p
         for i, (peer, weight) in enumerate(weights.items()):
-            self.aim(made, i, self.targets.index(peer), peer, weight)
-        return self.begin(made, is_locked, is_inline)
+            self.set_part(made, i, self.targets.index(peer), peer, weight)
+        return self.submit(made, is_locked, is_inline)
 
     def get(self, weights, *, bint is_locked=False, bint is_inline=False, double timeout_s=60.0):
-        """Begin to replace our buffers by neighbours' own arrays times {source: weight}."""
-        cdef WindowAction made = self.make(f"win_get {self.name}", GET, len(weights), timeout_s)
+        """Start to replace our buffers by neighbours' own arrays times {source: weight}."""
+        cdef WindowAction made = self.new_action(f"win_get {self.name}", GET, len(weights), timeout_s)
         cdef uint32_t i
         for i, (peer, weight) in enumerate(weights.items()):
-            self.aim(made, i, self.sources.index(peer), peer, weight)
-        return self.begin(made, is_locked, is_inline)
+            self.set_part(made, i, self.sources.index(peer), peer, weight)
+        return self.submit(made, is_locked, is_inline)
 
     def update(self, double self_weight, weights, *, out=None, resets=(), bint is_mean=False,
                bint is_locked=False, bint has_p=False, double timeout_s=60.0):
-        """Begin to make our array, or out, of itself and buffers times {source: weight}.
+        """Start to mix our array with buffers times {source: weight}, into itself or out.
 
-        resets: sources whose buffers are zero afterwards. is_mean: all weights are 1, or all 1 /
-        their number: a sum and one division.
+        resets: sources whose buffers are cleared afterwards. is_mean: all weights are 1, or all
+        1 / their number: a sum and one division.
         """
-        cdef WindowAction made = self.make(f"win_update {self.name}", UPDATE, 1, timeout_s)
+        cdef WindowAction made = self.new_action(f"win_update {self.name}", UPDATE, 1, timeout_s)
         cdef uint32_t i
-        made.action.array = self.shape.own
+        made.action.array = self.state.own
         if out is not None:
             PyObject_GetBuffer(out, &made.view, PyBUF_WRITABLE)
             made.has_view = True
             made.action.array = <char*>made.view.buf
-        if out is not None and made.view.len != self.shape.nbytes:
-            raise ValueError(f"window {self.name!r}: out has another size")
+        if out is not None and made.view.len != self.state.nbytes:
+            raise ValueError(f"window {self.name!r}: out has {made.view.len} bytes; it must have "
+                             f"the window's {self.state.nbytes}")
         made.action.self_weight = self_weight
         made.action.has_p = has_p
         made.action.is_mean = is_mean
-        for i in range(self.shape.n_buffers):
+        for i in range(self.state.n_buffers):
             if self.sources[i] in weights:
                 made.action.is_used[i] = 1
                 made.action.weights[i] = weights[self.sources[i]]
             made.action.is_reset[i] = self.sources[i] in resets
-        self.aim(made, 0, 0, self.shape.home.me, 1.0)
-        return self.begin(made, is_locked, True)
+        self.set_part(made, 0, 0, self.state.engine.me, 1.0)
+        return self.submit(made, is_locked, True)
 
-    def lock(self, members, *, whom=None, double timeout_s=60.0):
-        """Begin to take the mutexes of members, in this order; whom: of ours, whom to keep out."""
-        cdef WindowAction made = self.make(f"win_mutex {self.name}", LOCK, len(members), timeout_s)
+    def lock(self, members, *, excluded=None, double timeout_s=60.0):
+        """Start to take the mutexes of members, in this order.
+
+        excluded: the members that our own mutex excludes; None: all.
+        """
+        cdef WindowAction made = self.new_action(f"win_mutex {self.name}", LOCK, len(members), timeout_s)
         cdef Part* part
         cdef uint32_t i
         for i, peer in enumerate(members):
-            self.aim(made, i, 0, peer, 1.0)
+            self.set_part(made, i, 0, peer, 1.0)
             part = &made.action.parts[i]
-            if peer == self.shape.home.me and whom is not None:
-                part.claim.whom = <uint8_t*>calloc(self.shape.home.n_members, 1)
-                if part.claim.whom == NULL:
-                    raise MemoryError("no memory for a mutex")
-                for one in whom:
-                    part.claim.whom[<uint32_t>one] = 1
+            if peer == self.state.engine.me and excluded is not None:
+                part.claim.excluded = <uint8_t*>calloc(self.state.engine.n_members, 1)
+                if part.claim.excluded == NULL:
+                    raise MemoryError(f"window {self.name!r}: no memory for its mutex")
+                for one in excluded:
+                    part.claim.excluded[<uint32_t>one] = 1
         made.is_kept = True
-        return self.begin(made, True, True)
+        return self.submit(made, True, True)
 
-    # ---- what there is ----
+    # ---- state ----
 
     @property
     def actions(self):
-        """List what is in flight, or was a moment ago, except for mutexes."""
-        return [one for one in list(self.home.in_flight.values())
+        """List the actions in flight or just done, except for mutexes."""
+        return [one for one in list(self.engine.in_flight.values())
                 if (<WindowAction>one).window is self and not (<WindowAction>one).is_kept]
 
     @property
     def p(self):
-        """P, by which what push-sum gives is divided."""
-        return self.shape.p
+        """P, the divisor of push-sum's values."""
+        return self.state.p
 
     def versions(self):
-        """Count, by in-neighbour, the puts and gets since the last update."""
+        """Return, by in-neighbour, the number of puts and gets since the last update."""
         cdef uint32_t i
-        return {self.sources[i]: self.shape.buffers[i].head.version
-                for i in range(self.shape.n_buffers)}
+        return {self.sources[i]: self.state.buffers[i].head.version
+                for i in range(self.state.n_buffers)}
 
     def masses(self):
-        """Give P of each in-neighbour's buffer."""
+        """Return P of each in-neighbour's buffer."""
         cdef uint32_t i
-        return {self.sources[i]: self.shape.buffers[i].head.p for i in range(self.shape.n_buffers)}
+        return {self.sources[i]: self.state.buffers[i].head.p for i in range(self.state.n_buffers)}
 
     def peek(self, uint32_t peer):
-        """Give a copy of an in-neighbour's buffer as bytes; not while it is written."""
-        cdef Buffer* buffer = &self.shape.buffers[self.sources.index(peer)]
-        return buffer.data[:self.shape.nbytes]
+        """Return a copy of an in-neighbour's buffer as bytes; not while it is written."""
+        cdef Buffer* buffer = &self.state.buffers[self.sources.index(peer)]
+        return buffer.data[:self.state.nbytes]
 
     # ---- the end ----
 
     def free(self, *, double timeout_s=10.0):
-        """Let nothing land any more; False where something still does. Idempotent."""
-        cdef Windows_* home = self.shape.home
+        """Stop frames from landing; return False where some still do. Idempotent."""
+        cdef Engine* engine = self.state.engine
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef bint is_free = False
         while self.is_listed and not is_free and now_ns() < deadline:
-            pthread_mutex_lock(&home.lock)
-            is_free = (self.shape.users == 0 and self.shape.open == NULL
-                       and not self.shape.is_busy)
+            pthread_mutex_lock(&engine.lock)
+            is_free = (self.state.users == 0 and self.state.open == NULL
+                       and not self.state.is_busy)
             if is_free:
-                unlist(home, &self.shape)
-            pthread_mutex_unlock(&home.lock)
+                unlist(engine, &self.state)
+            pthread_mutex_unlock(&engine.lock)
             if is_free:
                 self.is_listed = False
             else:
@@ -449,31 +458,31 @@ cdef class Window:
         cdef Claim* claim
         cdef uint32_t i
         if self.is_listed:
-            pthread_mutex_lock(&self.shape.home.lock)
-            unlist(self.shape.home, &self.shape)
-            pthread_mutex_unlock(&self.shape.home.lock)
-        for i in range(self.shape.n_buffers):
-            if self.shape.buffers[i].data != self.shape.buffers[i].place:
-                free(self.shape.buffers[i].data)
-            if self.shape.buffers[i].shadow != self.shape.buffers[i].place:
-                free(self.shape.buffers[i].shadow)
-            if self.shape.buffers[i].fetched != self.shape.buffers[i].place:
-                free(self.shape.buffers[i].fetched)
-        while self.shape.claims != NULL:
-            claim = self.shape.claims
-            self.shape.claims = claim.next
+            pthread_mutex_lock(&self.state.engine.lock)
+            unlist(self.state.engine, &self.state)
+            pthread_mutex_unlock(&self.state.engine.lock)
+        for i in range(self.state.n_buffers):
+            if self.state.buffers[i].data != self.state.buffers[i].place:
+                free(self.state.buffers[i].data)
+            if self.state.buffers[i].shadow != self.state.buffers[i].place:
+                free(self.state.buffers[i].shadow)
+            if self.state.buffers[i].fetched != self.state.buffers[i].place:
+                free(self.state.buffers[i].fetched)
+        while self.state.claims != NULL:
+            claim = self.state.claims
+            self.state.claims = claim.next
             if claim.part == NULL:
                 free(claim)
         if self.has_view:
             PyBuffer_Release(&self.view)
         if self.has_room:
             PyBuffer_Release(&self.room)
-        free(self.shape.buffers)
-        free(self.shape.targets)
+        free(self.state.buffers)
+        free(self.state.targets)
 
 
-cdef void unlist(Windows_* home, Shape* window) noexcept nogil:
-    cdef Shape** place = &home.windows
+cdef void unlist(Engine* engine, CWindow* window) noexcept nogil:
+    cdef CWindow** place = &engine.windows
     while place[0] != NULL and place[0] != window:
         place = &place[0].next
     if place[0] == window:
@@ -482,20 +491,20 @@ cdef void unlist(Windows_* home, Shape* window) noexcept nogil:
 
 @cython.final
 cdef class WindowAction:
-    """An action in flight, or over: what a handle waits for."""
+    """The ticket of an action, in flight or over."""
 
     cdef void release(self) noexcept:
-        """Give the array back: no thread of ours touches it any more."""
+        """Release the array: no thread of the engine uses it any more."""
         if self.has_view:
             PyBuffer_Release(&self.view)
             self.has_view = False
         if not self.is_kept:
-            self.window.home.in_flight.pop(id(self), None)
+            self.window.engine.in_flight.pop(id(self), None)
 
     @property
     def is_done(self):
-        """Tell whether it is over; may do a little of the links' work, never waits."""
-        cdef Plan* plan = self.action.home.state.plan
+        """Whether it is over; may do a little of the links' work, never waits."""
+        cdef Plan* plan = self.action.engine.exchange.plan
         if plan.step != NULL and not completion_is_done(&self.action.done):
             with nogil:
                 plan.step(plan.worker)
@@ -503,29 +512,29 @@ cdef class WindowAction:
 
     @property
     def culprit(self):
-        """Member that made it fail, or that has what it waited for; -1: none."""
+        """Member that made it fail, or that held what it waited for; -1: none."""
         return <int32_t>self.action.culprit
 
     @property
     def awaited(self):
-        """Members that it waits for just now."""
+        """Members that it waits for now."""
         cdef uint32_t i
         found = set()
-        pthread_mutex_lock(&self.action.home.lock)
+        pthread_mutex_lock(&self.action.engine.lock)
         for i in range(self.action.n_parts):
             if self.action.parts[i].stage != OVER:
                 found.add(self.action.parts[i].peer)
-        pthread_mutex_unlock(&self.action.home.lock)
+        pthread_mutex_unlock(&self.action.engine.lock)
         return sorted(found)
 
     def wait(self, *, double timeout_s, int64_t spin_us=50):
-        """Wait without the GIL until it is done; give its status, or None in time.
+        """Wait without the GIL until it is done; return its status, or None in time.
 
         Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
         seconds. Ctrl-C raises KeyboardInterrupt; the action goes on.
         """
         cdef int64_t deadline = deadline_of(timeout_s)
-        cdef Plan* plan = self.action.home.state.plan
+        cdef Plan* plan = self.action.engine.exchange.plan
         cdef int64_t until
         cdef int status
         if plan.work == NULL or completion_is_done(&self.action.done):
@@ -545,24 +554,24 @@ cdef class WindowAction:
         return self.action.status
 
     def unlock(self):
-        """Give up the mutexes of a lock, or the wish for them. Idempotent."""
-        cdef Windows_* home = self.action.home
-        cdef Work work
+        """Release the mutexes of a lock, or withdraw its requests. Idempotent."""
+        cdef Engine* engine = self.action.engine
+        cdef Deferred todo
         cdef uint32_t i
         if not self.is_kept:
             return
         self.is_kept = False
-        memset(&work, 0, sizeof(work))
+        memset(&todo, 0, sizeof(todo))
         with nogil:
-            pthread_mutex_lock(&home.lock)
+            pthread_mutex_lock(&engine.lock)
             if not completion_is_done(&self.action.done):
-                fail(&self.action, E_TIMEOUT, home.me, &work)
+                fail_action(&self.action, E_TIMEOUT, engine.me, &todo)
             for i in range(self.action.n_parts):
                 if self.action.parts[i].has_mutex:
-                    unclaim(&self.action.parts[i], &work)
-            hurry(self.action.window, &work)
-            pthread_mutex_unlock(&home.lock)
-            flush(home, &work)
+                    release_mutex(&self.action.parts[i], &todo)
+            advance(self.action.window, &todo)
+            pthread_mutex_unlock(&engine.lock)
+            run_deferred(engine, &todo)
         if completion_is_done(&self.action.done):
             self.release()
 
@@ -572,7 +581,7 @@ cdef class WindowAction:
             PyBuffer_Release(&self.view)
         for i in range(self.action.n_parts if self.action.parts != NULL else 0):
             free(self.action.parts[i].scaled)
-            free(self.action.parts[i].claim.whom)
+            free(self.action.parts[i].claim.excluded)
         free(self.action.scaled)
         free(self.action.parts)
         free(self.action.weights)

@@ -266,10 +266,10 @@ def errors(me: int, n: int) -> None:
         fastps.win_create(np.zeros(24, np.float32) if me == 1 else array, "e")
     assert fastps.win_create(array, "e")
     for call, words in (
-        (lambda: fastps.win_put(array[1:], "e"), "and the array"),
+        (lambda: fastps.win_put(array[1:], "e"), "the array is"),
         (lambda: fastps.win_put(array, "e", dst_weights=[me]), "dst_weights name"),
         (lambda: fastps.win_get("e", {n: 1.0}), "src_weights name"),
-        (lambda: fastps.win_update("e", 0.5), "both or not at all"),
+        (lambda: fastps.win_update("e", 0.5), "both or neither"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -283,7 +283,7 @@ def test_an_owner_keeps_out_some(make):
     fleet = make(3)
     arrays = [np.full(3, float(me)) for me in range(3)]
     windows = fleet.create(topology.fully_connected_graph(3), arrays)
-    own = done(windows[0].lock([0], whom=[1]))
+    own = done(windows[0].lock([0], excluded=[1]))
     done(windows[2].put(arrays[2], {0: 1.0}, is_locked=True))
     kept_out = windows[1].put(arrays[1], {0: 1.0}, is_locked=True)
     assert kept_out.wait(timeout_s=0.1) is None
