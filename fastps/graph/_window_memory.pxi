@@ -200,7 +200,8 @@ cdef int read_direct(Action* action, Part* part, int64_t deadline) noexcept nogi
             status = E_TIMEOUT if action.engine.status == OK else action.engine.status
             break
         sched_yield()
-    note_arrival(buffer.head, GET, False, 0.0)
+    if status == OK:                    # else it is tried again, or has failed
+        note_arrival(buffer.head, GET, False, 0.0)
     unlock_buffer(buffer.head)
     return status
 

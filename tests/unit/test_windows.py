@@ -304,6 +304,18 @@ def test_a_wish_for_a_mutex_can_be_taken_back(make):
     done(windows[2].lock([0, 1])).unlock()
 
 
+def test_a_get_that_waits_for_the_owner_counts_once(make):
+    fleet = make(2)
+    windows = fleet.create(topology.fully_connected_graph(2), [np.zeros(3), np.ones(3)])
+    turn = fleet.rooms[1][:8].view(np.int64)
+    turn += 1  # as while worker 1 writes its array
+    get = windows[0].get({1: 1.0})
+    assert fleet.way == "frames" or get.wait(timeout_s=0.05) is None
+    turn += 1
+    done(get)
+    assert windows[0].versions() == {1: 1}
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():

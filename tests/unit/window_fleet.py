@@ -64,7 +64,7 @@ class Fleet:
         mix = reduce_kernel(ReduceOp.MIX, code) if ReduceOp.MIX.has_meaning(code) else 0
         nbytes = arrays[0].nbytes
         sources = [graph.in_neighbors(me) for me in range(self.n)]
-        rooms = [aligned(window_bytes(nbytes, len(some))) for some in sources]
+        rooms = self.rooms = [aligned(window_bytes(nbytes, len(some))) for some in sources]
         windows = [
             Window(
                 self.homes[me], f"w{number}", number, arrays[me].reshape(-1).view(np.uint8),
