@@ -21,7 +21,7 @@ from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy
 from fastps.errors import ConfigError
 from fastps.session.current import current
 from fastps.types import DType, dtype_of
-from fastps.worker.handle import Array, Handle[Any], MappedHandle
+from fastps.worker.handle import Array, Handle, MappedHandle
 
 # lambda, or a Compensation; "adaptive": lambda_0 = 2 and decay 0.95, of the paper's section 6.1
 Compensating: TypeAlias = float | Literal["adaptive"] | Compensation

@@ -45,7 +45,7 @@ from fastps.ops.start import Average, Sum
 from fastps.session.current import current
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op
-from fastps.worker.handle import MappedHandle
+from fastps.worker.handle import Handle, MappedHandle
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 GroupHandle: TypeAlias = MappedHandle[torch.Tensor]
@@ -614,7 +614,7 @@ def _of_gradient(name: str | None) -> str | None:
 
 
 def _results(
-    handle: MappedHandle[Any], wires: Tensors, tensors: Tensors
+    handle: Handle[Any], wires: Tensors, tensors: Tensors
 ) -> MappedHandle[list[torch.Tensor]]:
     """Return a handle of the tensors that a grouped operation results in."""
 
