@@ -154,7 +154,7 @@ def misuse() -> None:
     else:
         with pytest.raises(ValueError, match=r"root_rank 0 is not in process set"):
             fastps.broadcast(np.ones(1), 0, process_set=last)
-    with pytest.raises(ValueError, match="in use already"):
+    with pytest.raises(ValueError, match="exists already"):
         fastps.add_process_set(last)
     assert fastps.remove_process_set(last)
     assert not fastps.remove_process_set(last)
