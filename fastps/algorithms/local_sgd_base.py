@@ -280,17 +280,13 @@ class LocalSteps(Blocks):
         before = [
             None if fragment.sends[block.lane] else self._clone(block.agreed) for block in counted
         ]
-        self._take_agreed(counted)
+        if self._servers is None:
+            self._outer_step(counted)
+        else:
+            for block in counted:
+                block.agreed[...] = block.value
         for block, last in zip(counted, before, strict=True):
             self._give_back(block, last, self._terms.keep, self._terms.error_reset)
-
-    def _take_agreed(self, blocks: Sequence[Block]) -> None:
-        """Make the next agreed values, or take those of the servers."""
-        if self._servers is None:
-            self._outer_step(blocks)
-            return
-        for block in blocks:
-            block.agreed[...] = block.value
 
     def synchronize(self) -> None:
         """Exchange all changes now, so that all workers have the same values; blocks.

@@ -233,7 +233,7 @@ def _rate_of(learning_rate: float | None) -> float:
     if learning_rate is None or not 0 <= learning_rate < MOST_RATE:
         raise ValueError(
             "delay_compensation needs learning_rate=, the factor of the gradients, >= 0 and < "
-            f"{MOST_RATE:g}, got {learning_rate}"
+            f"{MOST_RATE:g}, got {learning_rate=}"
         )
     return float(learning_rate)
 

@@ -163,7 +163,7 @@ def misuse() -> None:
         fastps.allreduce(np.ones(1, np.complex64), op=fastps.Max)
     with pytest.raises(ValueError, match="splits"):
         fastps.alltoall(np.ones(size + 1), [1] * size)
-    with pytest.raises(TypeError, match=r"splits .*1\.5.* are not integers"):
+    with pytest.raises(TypeError, match=r"splits must be integers, .*1\.5"):
         fastps.alltoall(np.ones(size), [1.5] * size)
     own = np.ones((2, 2 + (me == 0)))
     with pytest.raises(MismatchError):

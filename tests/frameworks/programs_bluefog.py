@@ -204,7 +204,7 @@ def own_ways() -> list[str]:
         close(some[0], (n - 1) / 2)
     assert bf.win_wait(3) is False
     assert bf.win_poll(None) is False
-    with pytest.raises(ValueError, match="3 is not the handle"):
+    with pytest.raises(ValueError, match="3 is not a handle"):
         bf.synchronize(3)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

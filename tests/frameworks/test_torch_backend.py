@@ -350,7 +350,7 @@ def test_groups_end_with_a_torch_that_only_ends_nccl_s(monkeypatch):
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     told = []
     monkeypatch.setattr(c10d, "_shutdown_backend", told.append, raising=False)
-    backend._end_with_torch()
+    backend._patch_shutdown()
     for name in ("fastps", "gloo"):
         ended = functools.partial(told.append, f"{name} ended")
         c10d._shutdown_backend(SimpleNamespace(name=lambda name=name: name, shutdown=ended))

@@ -267,7 +267,7 @@ raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), True, op=hvd
 raises(ValueError, "op must be one of", lambda: hvd.allreduce(torch.ones(1), op="sum"))
 raises(TypeError, "complex", lambda: hvd.allreduce(torch.ones(1) * 1j, op=hvd.Max))
 raises(TypeError, "for integers", lambda: hvd.allreduce(torch.ones(1), op=hvd.BAND))
-raises(ValueError, "autograd follows",
+raises(ValueError, "result of autograd",
        lambda: hvd.allreduce_(torch.ones(1, requires_grad=True) * 2))
 hvd.barrier()
 hvd.shutdown()

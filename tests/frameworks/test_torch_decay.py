@@ -49,5 +49,5 @@ def test_weights_decay_with_momentum(job: None, options: dict[str, object]) -> N
 
 @pytest.mark.parametrize(("mu", "wd"), [(1.0, 0.1), (-0.1, 0.1), (0.5, -1.0)])
 def test_what_means_nothing(mu: float, wd: float) -> None:
-    with pytest.raises(ConfigError, match="below"):
+    with pytest.raises(ConfigError, match="mu must be"):
         fps.Compression.wdmom(None, mu=mu, wd=wd)

@@ -410,7 +410,7 @@ def test_a_module_taken_apart(alone: FakeCluster) -> None:
     try:
         module = nn.Linear(2, 1)
         fsdp.fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
-        with pytest.raises(TypeError, match=r"weight' is a DTensor.*leave out.*fully_shard\(\)"):
+        with pytest.raises(TypeError, match=r"weight' is a DTensor.*do not shard.*_shard\(\)"):
             DistributedDataParallel(module)
         with pytest.raises(TypeError, match="DTensor"):
             DistributedOptimizer(torch.optim.SGD(module.parameters()))

@@ -24,6 +24,7 @@ from fastps.frameworks.torch.ops.compression import (
     compressor_of,
 )
 from fastps.frameworks.torch.ops.tensors import (
+    check_leaf,
     check_tensor,
     check_writable,
     is_sendable,
@@ -209,11 +210,7 @@ def _check_in_place(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is not contiguous (shape {tuple(tensor.shape)}, strides "
             f"{tensor.stride()}): use push_pull(), or tensor.contiguous() as the tensor"
         )
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        raise ValueError(
-            f"tensor {name!r} is a result that autograd follows, which would not see an "
-            "in-place change: use push_pull(), or tensor.detach()"
-        )
+    check_leaf(tensor, name)
 
 
 def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]:

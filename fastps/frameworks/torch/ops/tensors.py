@@ -126,6 +126,15 @@ def check_writable(tensor: torch.Tensor, name: str) -> None:
         )
 
 
+def check_leaf(tensor: torch.Tensor, name: str) -> None:
+    """Raise ValueError for an intermediate result of autograd, which must not be written to."""
+    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(
+            f"tensor {name!r} is an intermediate result of autograd, which would not see the "
+            "in-place change: use the operation that returns a new tensor, or tensor.detach()"
+        )
+
+
 def write_over(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor into one with as many elements; write an element of expand() once."""
     once = tuple(slice(None) if stride else slice(1) for stride in target.stride())

@@ -12,6 +12,7 @@ import torch
 from fastps.frameworks.torch.ops.tensors import (
     WIRE_DTYPES,
     Array,
+    check_leaf,
     check_memory,
     check_tensor,
     check_writable,
@@ -47,11 +48,7 @@ def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
     """Return a tensor to write to; ValueError where autograd would miss the write."""
     check_memory(require_array(tensor, name), name or "tensor")
     check_writable(tensor, name or "tensor")
-    if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name or 'the tensor'!r} is an intermediate result of autograd, which would not see "
-            "the in-place change: use the form without underscore, or tensor.detach()"
-        )
+    check_leaf(tensor, name or "tensor")
     return tensor.detach()
 
 
