@@ -24,7 +24,7 @@ from fastps.errors import ConfigError, StallError
 from fastps.session.current import current, known
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, pair
 from fastps.types import DType, ReduceOp, dtype_of
-from fastps.worker.handle import Array, MappedHandle, Waitable
+from fastps.worker.handle import Array, Handle, MappedHandle, Waitable
 
 if TYPE_CHECKING:
     from fastps.session.session import Session
@@ -80,7 +80,7 @@ class HeldParameters:
             f"{prefix}judged of worker {rank}"
             for rank in range(session.size if asynchronous else 0)
         ]  # whose stamps count the judged updates of each worker
-        self._counting: MappedHandle[Any] | None = None  # push to a counter
+        self._counting: Handle[Any] | None = None  # push to a counter
         self._reading: Waitable | None = None  # pull of this worker's counter
         self._pushed = 0  # updates, plus those that were judged before
         self._begin()
@@ -120,7 +120,7 @@ class HeldParameters:
 
     # ---- reading ----
 
-    def pull_async(self, *, stamp: int = 0, priority: int = 0) -> MappedHandle[int]:
+    def pull_async(self, *, stamp: int = 0, priority: int = 0) -> Handle[int]:
         """Start pull() and return a handle for synchronize()."""
         handle = start_pull(self._session, self.arrays, self.names, stamp, priority)
         return MappedHandle([handle], lambda _: self._note_stamp())
@@ -180,7 +180,7 @@ class HeldParameters:
 
     def push_async(
         self, updates: Sequence[Array | None], *, round: int | None = None, priority: int = 0
-    ) -> MappedHandle[int]:
+    ) -> Handle[int]:
         """Start push() and return a handle for synchronize()."""
         if len(updates) != len(self.names):
             raise ValueError(
@@ -303,7 +303,7 @@ def _found(name: str) -> tuple[HeldParameters, int]:
 
 def push_async(
     tensor: Array | Sequence[Array | None] | None, name: Names, *, round: int, priority: int = 0
-) -> MappedHandle[None]:
+) -> Handle[None]:
     """Start push() and return a handle for synchronize()."""
     names = (name,) if isinstance(name, str) else name
     given = [tensor] if isinstance(name, str) else list(tensor or ())
@@ -330,9 +330,7 @@ def push(
     push_async(tensor, name, round=round, priority=priority).wait()
 
 
-def pull_async(
-    out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0
-) -> MappedHandle[int]:
+def pull_async(out: Arrays, name: Names, *, stamp: int = 0, priority: int = 0) -> Handle[int]:
     """Start pull() and return a handle for synchronize()."""
     session = current()
     names, arrays = pair(name, out)

@@ -105,7 +105,7 @@ class ServerParameters:
         deltas: Sequence[Array | None] | Mapping[str, Array | None],
         *,
         learning_rate: float | None = None,
-    ) -> MappedHandle[list[Array]]:
+    ) -> Handle[list[Array]]:
         """Start to add changes to the parameters, and to overwrite those here with the new values.
 
         deltas: one per parameter in their order, or by name; read. None only reads a parameter,

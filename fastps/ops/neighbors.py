@@ -24,7 +24,7 @@ from fastps.session.array_checks import readable
 from fastps.session.current import current
 from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType, dtype_of
-from fastps.worker.handle import Array, MappedHandle, Waitable
+from fastps.worker.handle import Array, Handle, MappedHandle, Waitable
 
 if TYPE_CHECKING:  # importing fastps brings as little as it can
     from fastps.graph.weights import Targets
@@ -46,7 +46,7 @@ def start_fused(
     mix: Mix,
     outs: Sequence[Array] | None = None,
     **how: Any,
-) -> MappedHandle[list[Array]]:
+) -> Handle[list[Array]]:
     """Start one operation for several arrays: small ones are copied together, with one result.
 
     codes: their types, as dtype of push_pull_async(). mix, how: the operation and its keywords.
@@ -292,7 +292,7 @@ def neighbor_allreduce_async(
     consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start neighbor_allreduce() and return a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.
@@ -333,7 +333,7 @@ def hierarchical_neighbor_allreduce_async(
     dst_machine_weights: Targets | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start hierarchical_neighbor_allreduce() and return a handle for synchronize()."""
     return _start_some(
         tensor, name, Neighbors.hierarchical_allreduce, self_weight=self_weight,
@@ -360,7 +360,7 @@ def pair_gossip_async(
     self_weight: float | None = None,
     pair_weight: float | None = None,
     name: str | None = None,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start pair_gossip() and return a handle for synchronize()."""
     return _start_some(
         tensor, name, Neighbors.pair_gossip, target=target_rank, self_weight=self_weight,
@@ -404,7 +404,7 @@ neighbor_allgather = _blocking(
 
 def _start_some(
     tensor: Array | Sequence[Array], name: str | None, mix: Mix, **how: Any
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start an operation on an array, or on several of which small ones travel together."""
     is_one = not isinstance(tensor, list | tuple)
     arrays = [readable(one, name) for one in ([tensor] if is_one else tensor)]

@@ -27,7 +27,7 @@ from fastps.frameworks.torch.ops.tensors import (
 from fastps.ops.start import Average, Sum
 from fastps.session.current import current, known
 from fastps.topology import to_networkx
-from fastps.worker.handle import MappedHandle, Waitable
+from fastps.worker.handle import Handle, MappedHandle, Waitable
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ def allreduce_nonblocking(
     average: bool = True,
     is_hierarchical_local: bool = False,
     name: str | None = None,
-) -> MappedHandle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Start allreduce() and return a handle."""
     if not is_hierarchical_local:
         return fps.allreduce_async(tensor, name=name, op=Average if average else Sum)
@@ -207,7 +207,7 @@ def allreduce_nonblocking_(
     average: bool = True,
     is_hierarchical_local: bool = False,
     name: str | None = None,
-) -> MappedHandle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Start allreduce_() and return a handle."""
     handle = allreduce_nonblocking(tensor, average, is_hierarchical_local, name)
 

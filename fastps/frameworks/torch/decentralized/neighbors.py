@@ -28,7 +28,7 @@ from fastps.graph.weights import Targets
 from fastps.ops import neighbors as ops
 from fastps.session.current import current
 from fastps.types import DType
-from fastps.worker.handle import Array, MappedHandle, Waitable
+from fastps.worker.handle import Array, Handle, MappedHandle, Waitable
 
 if TYPE_CHECKING:
     from fastps.graph.survivor_rounds import Agreed
@@ -48,7 +48,7 @@ def neighbor_allreduce_async(
     consensus_step: float | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start neighbor_allreduce() and return a handle for synchronize(); does not block."""
     return start_mix(
         tensor, name, ops.start_neighbor_allreduce, self_weight=self_weight,
@@ -73,7 +73,7 @@ def hierarchical_neighbor_allreduce_async(
     dst_machine_weights: Targets | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start hierarchical_neighbor_allreduce() and return a handle for synchronize()."""
     return start_mix(
         tensor, name, Neighbors.hierarchical_allreduce, self_weight=self_weight,
@@ -97,7 +97,7 @@ def pair_gossip_async(
     self_weight: float | None = None,
     pair_weight: float | None = None,
     name: str | None = None,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start pair_gossip() and return a handle for synchronize()."""
     return start_mix(
         tensor, name, Neighbors.pair_gossip, target=target_rank, self_weight=self_weight,
@@ -117,7 +117,7 @@ def neighbor_allgather_async(
     dst_ranks: Sequence[int] | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> MappedHandle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Start neighbor_allgather(); blocks until the sources have sent their first dimensions."""
     source = sendable(check_tensor(tensor, name or "tensor"))
     handle, _ = ops.start_neighbor_allgather(
@@ -138,7 +138,7 @@ def start_mix(
     mix: Mix,
     outs: Sequence[Array] | None = None,
     **how: Any,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start an operation of Neighbors on a tensor or several; small ones travel together.
 
     outs: arrays for the results; None: new ones.
@@ -182,7 +182,7 @@ def average_parameters(
 def mean_of_those_left(
     agreed: Agreed, _neighbors: Neighbors, array: Array, out: Array, *, name: str | None,
     dtype: DType | None,
-) -> MappedHandle[Array]:  # fmt: skip
+) -> Handle[Array]:  # fmt: skip
     """Start the mean over all survivors; it is complete when the round is finished."""
     agreed.start(lambda group: group.allreduce(array, out, name=name, dtype=dtype))
     return MappedHandle([], lambda _: out)

@@ -35,7 +35,7 @@ from fastps.graph.weights import Targets
 from fastps.ops.neighbors import start_neighbor_allreduce
 from fastps.session.current import current
 from fastps.types import DType, Op
-from fastps.worker.handle import Array, MappedHandle, Waitable
+from fastps.worker.handle import Array, Handle, Waitable
 
 if TYPE_CHECKING:
     from fastps.graph.survivor_rounds import Agreed
@@ -155,7 +155,7 @@ class Mixer:
             [make_room(current(), x.numel(), wire_dtype(x.dtype, "a parameter")) for x in bucket]
             for bucket in self.buckets
         ]
-        self._handles: dict[int, MappedHandle[Any]] = {}  # by bucket
+        self._handles: dict[int, Handle[Any]] = {}  # by bucket
         self._agreed: Agreed | None = None  # the round among the survivors, while it runs
 
     def start(self, index: int) -> None:

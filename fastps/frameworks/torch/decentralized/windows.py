@@ -23,7 +23,7 @@ from fastps.frameworks.torch.ops.tensors import (
 )
 from fastps.graph.weights import Targets
 from fastps.session.current import current
-from fastps.worker.handle import MappedHandle
+from fastps.worker.handle import Handle, MappedHandle
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
@@ -46,7 +46,7 @@ def win_put_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> MappedHandle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Start win_put() and return a handle; the tensor must not change until it is done."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=False, waits=False)
 
@@ -69,7 +69,7 @@ def win_accumulate_async(
     self_weight: float | None = None,
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
-) -> MappedHandle[torch.Tensor]:
+) -> Handle[torch.Tensor]:
     """Start win_accumulate() and return a handle."""
     return _put(tensor, name, self_weight, dst_weights, require_mutex, adds=True, waits=False)
 
@@ -89,7 +89,7 @@ def win_accumulate(
 def _put(
     tensor: torch.Tensor, name: str, self_weight: float | None, dst_weights: Targets | None,
     require_mutex: bool, *, adds: bool, waits: bool,
-) -> MappedHandle[torch.Tensor]:  # fmt: skip
+) -> Handle[torch.Tensor]:  # fmt: skip
     is_weighed = self_weight not in (None, 1.0)
     if is_weighed and not is_sendable(check_tensor(tensor, name)):
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 
 from fastps.frameworks.torch.ops.compression import Compressor
 from fastps.frameworks.torch.ops.tensors import require_array
-from fastps.worker.handle import MappedHandle
+from fastps.worker.handle import Handle
 
 
 class _Differentiable(torch.autograd.Function):
@@ -34,7 +34,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def compressed(
-    start: Callable[[Sequence[torch.Tensor]], MappedHandle[list[torch.Tensor]]],
+    start: Callable[[Sequence[torch.Tensor]], Handle[list[torch.Tensor]]],
     tensors: Sequence[torch.Tensor],
     compression: Compressor,
 ) -> list[torch.Tensor]:

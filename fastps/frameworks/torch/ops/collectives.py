@@ -48,7 +48,6 @@ from fastps.types import Op
 from fastps.worker.handle import Handle, MappedHandle
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
-GroupHandle: TypeAlias = MappedHandle[torch.Tensor]
 
 
 # ---- all-reduce ----
@@ -62,7 +61,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start allreduce() into a new tensor; the tensor must not be changed meanwhile."""
     op = op_of_words(op, average)
     source = wire_of(tensor, name, op, factor=prescale_factor)
@@ -81,7 +80,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start allreduce() in place."""
     op = op_of_words(op, average)
     target = target_of(tensor, name)
@@ -141,7 +140,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[list[torch.Tensor]]:
+) -> Handle[list[torch.Tensor]]:
     """Start allreduce_async() of several tensors, in one submit per dtype."""
     some = [require_array(tensor, name).detach() for tensor in tensors]
     return _start_grouped(some, op_of_words(op, average), name, prescale_factor, postscale_factor,
@@ -156,7 +155,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[list[torch.Tensor]]:
+) -> Handle[list[torch.Tensor]]:
     """Start allreduce_async_() of several tensors, in one submit per dtype."""
     targets = [target_of(tensor, name) for tensor in tensors]
     handle = _start_grouped(
@@ -190,7 +189,7 @@ def _start_grouped(
     process_set: ProcessSet,
     *,
     is_in_place: bool,
-) -> MappedHandle[list[torch.Tensor]]:
+) -> Handle[list[torch.Tensor]]:
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [WIRE_DTYPES[wire.dtype] for wire in wires]
     handle = ops.start_grouped(
@@ -245,7 +244,7 @@ def sparse_allreduce_async(
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start allgather()."""
     return _gathering(tensor, name, process_set)[0]
 
@@ -280,7 +279,7 @@ def _own_rows(whole: torch.Tensor, first: int, tensor: torch.Tensor) -> torch.Te
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> MappedHandle[list[torch.Tensor]]:
+) -> Handle[list[torch.Tensor]]:
     """Start grouped_allgather()."""
     return _gathering_each(tensors, name, process_set)[0]
 
@@ -313,7 +312,7 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start reducescatter() and return a handle."""
     source = wire_of(tensor, name, op, factor=prescale_factor)
     handle = ops.start_reducescatter(
@@ -356,7 +355,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> MappedHandle[list[torch.Tensor]]:
+) -> Handle[list[torch.Tensor]]:
     """Start reducescatter_async() of several tensors, in one submit per dtype."""
     wires = [wire_of(tensor, name, op, factor=prescale_factor) for tensor in tensors]
     codes = [WIRE_DTYPES[wire.dtype] for wire in wires]
@@ -397,7 +396,7 @@ def alltoall_async(
     splits: torch.Tensor | Sequence[int] | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[Any]:
+) -> Handle[Any]:
     """Start alltoall()."""
     handle, received = _alltoall(tensor, splits, name, process_set)
     if splits is None:
@@ -439,7 +438,7 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start to copy the root's tensor into those of all members."""
     target = target_of(tensor, name)
     wire = wire_of(target, name)
@@ -462,7 +461,7 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start to broadcast the root's tensor to all members, as a new one."""
     own = require_array(tensor, name).detach().clone()
     return broadcast_async_(own, root_rank, name, process_set)
@@ -499,7 +498,7 @@ def reduce_to_async(
     name: str | None = None,
     op: Op = Average,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[torch.Tensor | None]:
+) -> Handle[torch.Tensor | None]:
     """Start reduce_to(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, name, op)
     handle = ops.start_reduce(
@@ -524,7 +523,7 @@ def gather_async(
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> MappedHandle[torch.Tensor | None]:
+) -> Handle[torch.Tensor | None]:
     """Start gather()."""
     return _gathering_to(tensor, root_rank, name, process_set)
 
@@ -545,7 +544,7 @@ def scatter_async(
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start scatter(); neither tensor may be used meanwhile."""
     wire = wire_of(target := target_of(out, name), name)
     check_places(out, "scatter")
@@ -569,7 +568,7 @@ scatter = make_blocking(
 
 def send_async(
     tensor: torch.Tensor, target: int, tag: int = 0, process_set: ProcessSet = global_process_set
-) -> MappedHandle[None]:
+) -> Handle[None]:
     """Start send(); the tensor must not be changed meanwhile."""
     wire = wire_of(tensor, "tensor")
     group, member = checked_set(process_set).group(), process_set.member(target, "target")
@@ -588,7 +587,7 @@ def receive_async(
     source: int | None = None,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> GroupHandle:
+) -> Handle[torch.Tensor]:
     """Start receive()."""
     target = target_of(tensor, None)
     check_places(tensor, "receive")
@@ -613,9 +612,7 @@ def _of_gradient(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
 
 
-def _results(
-    handle: Handle[Any], wires: Tensors, tensors: Tensors
-) -> MappedHandle[list[torch.Tensor]]:
+def _results(handle: Handle[Any], wires: Tensors, tensors: Tensors) -> Handle[list[torch.Tensor]]:
     """Return a handle of the tensors that a grouped operation results in."""
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
@@ -626,7 +623,7 @@ def _results(
 
 def _gathering(
     tensor: torch.Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
-) -> tuple[GroupHandle, list[int]]:
+) -> tuple[Handle[torch.Tensor], list[int]]:
     wire = rows_of(tensor, name)
     handle, counts = ops.start_allgather(
         view_of(wire), name, process_set, dtype=WIRE_DTYPES[wire.dtype], is_awaited=is_awaited
@@ -641,7 +638,7 @@ def _gathering_to(
     process_set: ProcessSet,
     *,
     is_awaited: bool = False,
-) -> MappedHandle[torch.Tensor | None]:
+) -> Handle[torch.Tensor | None]:
     wire = rows_of(tensor, name)
     is_root = checked_set(process_set).rank() == process_set.member(root_rank, "root_rank")
     handle = ops.start_gather(
@@ -655,7 +652,7 @@ def _gathering_to(
 
 def _gathering_each(
     tensors: Tensors, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
-) -> tuple[MappedHandle[list[torch.Tensor]], list[list[int]]]:
+) -> tuple[Handle[list[torch.Tensor]], list[list[int]]]:
     wires = [rows_of(tensor, name) for tensor in tensors]
     codes = [WIRE_DTYPES[wire.dtype] for wire in wires]
     handle, counts = ops.start_grouped_allgather(
@@ -671,7 +668,7 @@ def _alltoall(
     process_set: ProcessSet,
     *,
     is_awaited: bool = False,
-) -> tuple[GroupHandle, list[int]]:
+) -> tuple[Handle[torch.Tensor], list[int]]:
     wire = rows_of(tensor, name)
     counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
     handle, received = ops.start_alltoall(

@@ -35,7 +35,7 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
 )
 from fastps.session import current
-from fastps.worker.handle import MappedHandle, Waitable
+from fastps.worker.handle import Handle, MappedHandle, Waitable
 
 
 class Pending(NamedTuple):
@@ -133,17 +133,17 @@ def push_pull_inplace(
     return tensor
 
 
-def poll(handle: Pending | MappedHandle[Any]) -> bool:
+def poll(handle: Pending | Handle[Any]) -> bool:
     """Return whether an operation has ended, with or without an error; never blocks."""
-    return handle.poll() if isinstance(handle, MappedHandle) else _pending(handle).handle.poll()
+    return handle.poll() if isinstance(handle, Handle) else _pending(handle).handle.poll()
 
 
-def synchronize(handle: Pending | MappedHandle[Any], *, timeout_s: float | None = None) -> Any:
+def synchronize(handle: Pending | Handle[Any], *, timeout_s: float | None = None) -> Any:
     """Wait for an operation and return its result, or raise its error.
 
     Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
     """
-    if isinstance(handle, MappedHandle):
+    if isinstance(handle, Handle):
         return handle.wait(timeout_s)
     _pending(handle).handle.wait(timeout_s)
     return handle.output
