@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# What C code of other rooms may use: status codes, time, crc, completions, queues, pool, threads,
-# traces, long copies and huge pages.
-# Everything here is callable without the GIL unless a comment says otherwise.
+# The C functions of _core for other rooms: status codes, time, CRC, completions, queues, pool,
+# threads, traces, long copies and huge pages. All are callable without the GIL, except where a
+# comment says otherwise.
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
@@ -32,7 +32,7 @@ cdef uint32_t crc32c_portable(const void* data, uint64_t nbytes) noexcept nogil 
 
 # ---- completion: one futex word, many parts, first error wins ----
 cdef struct Completion:
-    int32_t word            # futex: 0 pending, 1 done, 2 pending and somebody may sleep
+    int32_t word            # futex: 0 pending, 1 done, 2 pending and a thread may sleep
     int32_t status          # first error of any part, OK otherwise
     int64_t pending         # parts still to finish, atomic
 
@@ -42,8 +42,8 @@ cdef bint completion_is_done(Completion* c) noexcept nogil
 # Bounded spin with sched_yield (spin_us), then futex sleep. OK when done (read c.status), else
 # E_TIMEOUT. deadline in now_ns() time.
 cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) noexcept nogil
-# The same for a Python thread: holds the GIL, releases it while waiting, looks for signals every
-# 100 ms so that Ctrl-C works, and raises what their handlers raise.
+# The same for a Python thread: holds the GIL, releases it while it waits, checks for signals every
+# 100 ms so that Ctrl-C works, and raises exceptions of signal handlers.
 cdef int completion_wait_signals(Completion* c, int64_t deadline_ns, int64_t spin_us) except? 1
 
 # ---- scheduled queue: most urgent first, then smallest key, then first come ----
@@ -60,25 +60,26 @@ cdef struct Queue           # opaque: heap, mutex, condvar, credit
 
 # NULL: no memory. credit_bytes 0: unlimited.
 cdef Queue* queue_create(uint64_t credit_bytes, uint64_t capacity_hint) noexcept nogil
-# After every other call on it has returned; items left in it are forgotten. NULL is fine.
+# Call it after every other call on the queue has returned; items left in it are dropped. NULL is
+# allowed.
 cdef void queue_free(Queue* q) noexcept nogil
 # Several producers. E_SHUTDOWN after close, E_NOMEM. Never blocks on consumers.
 cdef int queue_push(
     Queue* q, int64_t priority, uint64_t key, uint64_t nbytes, void* item
 ) noexcept nogil
-# Several consumers. A pop is allowed while less than credit_bytes is out of what is at least as
-# urgent as the first item, so that nothing waits for what is less urgent; and while all that is
-# out is within a wider bound, 65 x credit_bytes or credit_bytes + 32 MiB. An item larger than the
-# credit passes alone, and order is never changed to fill a gap: ByteScheduler's rule.
+# Several consumers. A pop is allowed while fewer than credit_bytes of items at least as urgent as
+# the first item are out, so that no item waits for less urgent ones. All items out together have a
+# wider bound: 65 x credit_bytes or credit_bytes + 32 MiB, whichever is less. An item larger than
+# the credit passes alone, and the order never changes to fill a gap: ByteScheduler's rule.
 # OK, E_TIMEOUT, or E_SHUTDOWN (closed and empty). A closed queue drains without credit.
 cdef int queue_pop(Queue* q, void** item, int64_t deadline_ns) noexcept nogil
 cdef int queue_pop_nowait(Queue* q, void** item) noexcept nogil     # E_TIMEOUT when nothing may go
 # priority: of the item popped
 cdef void queue_credit_return(Queue* q, int64_t priority, uint64_t nbytes) noexcept nogil
-# Let nbytes of what is out not count, until as much has been returned. For a link whose credit
-# does not come back: bounded, so that lending often enough lets every item go.
+# Lend credit: nbytes of the bytes out do not count until as many were returned. For a link whose
+# credit does not come back. Repeated loans let every item go at last.
 cdef void queue_lend(Queue* q, uint64_t nbytes) noexcept nogil
-# Another credit from now on; not 0, and not where it was 0.
+# Change the credit; neither the old nor the new one may be 0.
 cdef void queue_set_credit(Queue* q, uint64_t credit_bytes) noexcept nogil
 cdef void queue_close(Queue* q) noexcept nogil                      # wakes all consumers
 cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil
@@ -86,12 +87,12 @@ cdef void queue_stats(Queue* q, QueueStats* out) noexcept nogil
 # ---- threads: named fastps:<stage>:<n>, pinned, joined with a deadline ----
 ctypedef void (*thread_fn)(void* arg) noexcept nogil
 cdef struct Thread          # opaque
-# Returns after the thread named itself and went where set_thread_placement() said, which the
-# system may refuse; NULL: no memory or no thread.
+# Returns after the thread has set its name and placement (set_thread_placement()), which the
+# system may refuse. NULL: no memory or no thread.
 cdef Thread* thread_create(
     const char* stage, int index, thread_fn fn, void* arg
 ) noexcept nogil
-# OK frees t; E_TIMEOUT keeps it. In a forked child, where the thread is not: OK at once.
+# OK frees t; E_TIMEOUT keeps it. In a forked child, which does not have the thread: OK at once.
 cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil
 cdef int threads_alive() noexcept nogil     # created and not ended, process-wide
 
@@ -100,8 +101,8 @@ cdef struct Pool            # opaque: slabs, blocks, free lists, two mutexes
 
 @cython.final
 cdef class BufferPool:
-    # loans are addresses; the pool knows the size of each. Thread-safe, no GIL. Give every loan
-    # back before the last reference to the pool goes: it warns and keeps the memory otherwise.
+    # Loans are addresses; the pool knows the size of each. Thread-safe, no GIL. Return every loan
+    # before the last reference to the pool goes; otherwise it warns and keeps the memory.
     cdef Pool* state
     cdef object __weakref__
     cdef object register_lock   # one thread runs the hook at a time
@@ -112,7 +113,7 @@ cdef class BufferPool:
     # OK, or E_PROTOCOL: not a loan of this pool.
     cdef int c_give_back(self, void* address) noexcept nogil
 
-# ---- probes: what happens to a key, where; FASTPS_FAULT arms one; free when none is armed ----
+# ---- probes: points that a key passes; FASTPS_FAULT arms one; no cost while none is armed ----
 cdef enum Probe:
     PROBE_NONE = 0
     PROBE_WORKER_START = 1      # an operation is about to be queued
@@ -128,10 +129,10 @@ cdef enum Probe:
 # key: 0 where a call serves several; a tensor as a whole: its id << KEY_BITS.
 cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil
 
-# ---- trace: spans that any thread of ours writes down while one is on; native/core_trace.pxi ----
-# A span is one stage of one piece of work: when it began and ended, what it was about. Nobody
-# else's memory is touched, nothing waits, and no thread takes the GIL. Off, a place that could
-# write one costs the branch of is_traced().
+# ---- trace: spans that threads record while a trace is on; native/core_trace.pxi ----
+# A span is one stage of one piece of work: begin, end and subject. A thread records it in memory
+# of its own, without waiting and without the GIL. While no trace is on, a recording point costs
+# the branch of is_traced().
 
 cdef enum SpanKind:             # names stand in fastps/telemetry/spans.py, by number
     SPAN_NONE = 0
@@ -153,23 +154,23 @@ cdef enum SpanKind:             # names stand in fastps/telemetry/spans.py, by n
     SPAN_DROPPED = 16           # nbytes: so many spans had no room
 
 cdef struct TraceState:
-    int32_t is_on               # atomic; the only field that who does not trace reads
-    uint32_t first              # the versions of a key that are wanted
+    int32_t is_on               # atomic; the only field that is read while no trace is on
+    uint32_t first              # versions of a key to record
     uint32_t last
 
 cdef TraceState tracing
 
 cdef inline bint is_traced(uint32_t version) noexcept nogil:
-    """Tell whether a span of this version of a key is wanted."""
+    """Return whether to record a span of this version of a key."""
     return tracing.is_on and tracing.first <= version <= tracing.last
 
-# Write a span down. Times are now_ns(); peer: a member's number. Any thread; never waits: where
-# there is no room the span is counted and lost.
+# Record a span. Times are of now_ns(); peer: a member's number. Any thread; never waits: without
+# room the span is counted and dropped.
 cdef void trace_span(int kind, uint64_t key, uint32_t version, uint32_t peer, uint64_t nbytes,
                      int64_t began, int64_t ended) noexcept nogil
 
 # ---- copy pool: threads that help with a long copy or sum where cores are idle ----
-# A rule of fastps.reduce, which makes one of n sources; 1: success, else a negative status.
+# A rule of fastps.reduce, which combines n sources; 1: success, else a negative status.
 ctypedef int64_t (*rule_fn)(const void* const* sources, int64_t n, void* dst, int64_t count,
                             const void* args) noexcept nogil
 # Call a rule on this thread, in the state of floating point that all kernels compute in.
@@ -182,16 +183,16 @@ cdef inline int64_t run_rule(rule_fn rule, const void* const* sources, int64_t n
     fps_floats_leave(&before)
     return made
 
-# Does a piece of a task; pieces are done in any order, on any thread.
+# Do a piece of a task. Pieces run in any order, on any thread.
 ctypedef void (*piece_fn)(void* context, int64_t piece) noexcept nogil
 
 cdef enum:
     MAX_COPIERS = 15
 
-# Whether there are copiers for an operation of so many bytes.
+# Return whether to use copiers for an operation of this many bytes.
 cdef bint copy_pool_wanted(uint64_t of) noexcept nogil
-# Have a task done; returns when all its pieces are. Any thread; a second task at a time is done by
-# its own thread alone, as are all while there are no copiers.
+# Run a task; returns when all its pieces are done. Any thread. The thread runs all pieces itself
+# while another task is under way, or there are no copiers.
 cdef void copy_pool_run(piece_fn run, void* context, int64_t n_pieces) noexcept nogil
 # fps_copy(); of: bytes of the operation that this is a part of.
 cdef void pooled_copy(void* to, const void* source, uint64_t n, uint64_t whole,
@@ -201,7 +202,7 @@ cdef int64_t pooled_fold(rule_fn rule, const void* const* sources, int64_t n, vo
                          int64_t count, uint32_t itemsize, const void* args,
                          uint64_t of) noexcept nogil
 
-# ---- huge pages: for private arrays that come again ----
+# ---- huge pages: for private arrays that are used repeatedly ----
 cdef enum:
     SEEN_ARRAYS = 64            # a power of two
 
@@ -218,7 +219,7 @@ cdef class HugePages:
     cdef readonly uint64_t bytes_gathered
     cdef void note_use(self, const char* start, uint64_t nbytes) noexcept
 
-# ---- faces: what Python sees of the parts above; fields with the GIL ----
+# ---- Python classes; fields with the GIL ----
 cdef struct PulseState          # opaque: descriptor, payload, how far it is written
 
 @cython.final

@@ -3,29 +3,29 @@
 
 Theory of operation
 ===================
-This room moves addresses and wakes threads. It decides which item goes next, which memory is
-lent and when a waiter may go on; it must never know what a tensor, a frame, a socket protocol
-or a role is. Other Cython rooms cimport the C functions of ``_core.pxd``; Python sees the few
-faces at the end, which convert, check, release the GIL in the smallest block and call C.
+This room moves addresses and wakes threads. It decides which item leaves next, which memory is
+lent and when a waiter may go on. It must never know what a tensor, a frame, a socket protocol or a
+role is. Other Cython rooms cimport the C functions of ``_core.pxd``. Python sees a few classes and
+functions, which convert, check, release the GIL in the smallest block and call C.
 
 Completion. One 16-byte record per operation: a count of parts still to finish, the first error,
-and one futex word. The word is 0 (pending), 2 (pending, somebody may sleep) or 1 (done). The
+and one futex word. The word is 0 (pending), 2 (pending, a thread may sleep) or 1 (done). The
 thread that finishes the last part *exchanges* the word for 1 and wakes only if it was 2: after
 that exchange it never reads the record again, so a waiter that saw 1 may free it at once. A
 waiter pauses for at most 2 us, yields up to ``spin_us``, then sleeps on the futex.
 
 Queue. A binary heap in one array under one mutex, with one condition variable on the monotonic
-clock. A sequence number breaks ties, so equal items leave in the order they came. A pop is
-allowed while less than ``credit_bytes`` is out of what is at least as urgent as the head; the
-head never gives way to a smaller item behind it (ByteScheduler, Peng et al., SOSP 2019). A small
-table counts what is out by priority. All priorities together have a wider bound, and what is
-lent widens both until as much has come back. Invariant: while an item may go and a consumer
-sleeps, one signal is under way: a push or a returned credit sends it, and a consumer that leaves
-such a state behind passes it on. Lock order: a queue's mutex is a leaf.
+clock. A sequence number breaks ties, so equal items leave in order of arrival. A pop is allowed
+while fewer than ``credit_bytes`` of items at least as urgent as the head are out. A smaller item
+never overtakes the head (ByteScheduler, Peng et al., SOSP 2019). A small table counts the bytes
+out by priority. All priorities together have a wider bound, and loans widen both bounds until as
+many bytes have come back. Invariant: while an item may go and a consumer sleeps, one signal is
+under way. A push or a returned credit sends it, and a consumer that leaves such a state behind
+passes it on (queue_unlock()). Lock order: a queue's mutex is a leaf.
 
 Threads. A thread is named, pinned and has signals blocked before its function runs, and
-``thread_create`` returns after that, so its name and its place are true at once. Joining
-waits on a Completion with a deadline and only then calls pthread_join, which cannot block.
+``thread_create`` returns after that, so name and placement are valid at once. Joining waits on a
+Completion with a deadline and only then calls pthread_join, which cannot block.
 
 Pool. Slabs are mapped once, page-aligned, pre-faulted by the thread that asked (so its NUMA
 policy decides the node), excluded from fork, and unmapped only when closed and no loan is out.
@@ -34,11 +34,11 @@ above half a slab gets a slab of its own. Each slab has a table from page to blo
 that is given back is checked in O(log slabs). Lock order: grow, then mutex. The registration
 hook needs the GIL: the pool's statistics() calls it for every slab that is new.
 
-Traces, long copies and sums, huge pages: see the pieces that bear their names.
+Traces, long copies and sums, huge pages: see the pieces of these names.
 
 Faults. One global names the armed point; an unarmed check compares it and goes on.
 
-After fork the child owns none of this: no thread of ours runs there, slabs are not mapped there.
+A forked child owns none of this: it has no thread of _core, and slabs are not mapped there.
 """
 
 cimport cython

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# The floating-point state in which kernels compute: to nearest, subnormals kept, no traps.
-# A program may set another one for its threads (torch.set_flush_denormal(), fesetround()), and new
-# threads inherit it: ranks would get different bits, by whoever comes last and sums. Whatever
-# computes stands between enter and leave, which only read the state where nothing is to change.
+# The floating-point state of kernels: round to nearest, keep subnormals, no traps. A program may
+# set another state for its threads (torch.set_flush_denormal(), fesetround()), and new threads
+# inherit it. Ranks would then get different bits, depending on the thread that sums. So every
+# computation stands between enter and leave, which only read the state if nothing has to change.
 # Compiled into each user.
 
 cdef extern from *:
@@ -12,7 +12,7 @@ cdef extern from *:
     #include <xmmintrin.h>
     typedef struct { uint32_t word; } fps_floats;
     #define FPS_FLOATS_DEFAULT 0x1F80u
-    #define FPS_FLOATS_FLAGS 0x3Fu  /* what has happened so far; they change nothing */
+    #define FPS_FLOATS_FLAGS 0x3Fu  /* sticky exception flags; they change no result */
     #define FPS_FLOATS_READ(to) (*(to) = _mm_getcsr())
     #define FPS_FLOATS_WRITE(value) _mm_setcsr(value)
     #elif defined(__aarch64__)

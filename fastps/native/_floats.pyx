@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The floating-point state in which kernels compute, for what Python computes; see _floats.pxd."""
+"""The floating-point state of kernels, for results that Python computes; see _floats.pxd."""
 
 cimport cython
 
 
 @cython.final
 cdef class DefaultFloats:
-    """Have this thread round to nearest and keep subnormals while a `with` lasts, as kernels do.
+    """Round to nearest and keep subnormals within a `with` block, as kernels do.
 
-    For what Python computes of results that all ranks have alike. One thread at a time uses it.
+    For results that Python computes and all ranks need bit by bit. One thread at a time uses it.
     """
 
     cdef fps_floats before      # of the thread that is in the context

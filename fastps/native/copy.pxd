@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# Copies of arrays. Into one that no cache holds: written past the caches, so that memory is not
-# read first only to be overwritten, a third less traffic. Into others: by a loop of our own, for
-# many a C library's memcpy() is one instruction (rep movsb) that some processors do ten times
-# slower where the target lies a few bytes further into its page than the source: as an array of
-# malloc() beside memory that is shared. Compiled into each user.
+# Copies of arrays. Large targets, which no cache holds, are written past the caches (streaming
+# stores): memory is not read before it is overwritten, a third less traffic. Other targets are
+# copied by a loop of our own. memcpy() of many C libraries is one instruction (rep movsb), which
+# some processors execute ten times slower when the target lies a few bytes further into its page
+# than the source. That is common: arrays of malloc() and shared memory. Compiled into each user.
 from libc.stdint cimport uint64_t
 
 cdef extern from *:
@@ -11,7 +11,7 @@ cdef extern from *:
     #include <stdint.h>
     #include <string.h>
     enum { FPS_BY_LIBRARY, FPS_BY_MOVES, FPS_BY_STREAMS };
-    #define FPS_PAST_CACHES (8ul << 20)  /* what follows finds a smaller array in the cache */
+    #define FPS_PAST_CACHES (8ul << 20)  /* smaller arrays stay in the cache for their readers */
     #if defined(__x86_64__)
     #include <immintrin.h>
     __attribute__((target("avx2"), always_inline, unused))
@@ -26,9 +26,9 @@ cdef extern from *:
         _mm256_stream_si256((__m256i *)(to + 96), d);
     }
     #define FPS_STRIDE 4096ul
-    /* Four pages side by side: memory serves several of its own rows at a time, and two processes
-       that copy 64 MB each need 5.6 ms where one page after the other takes 9. Whole cache lines:
-       of each part of one that is written the processor waits for the rest. */
+    /* Four pages side by side, because memory serves several rows at a time: two processes that
+       copy 64 MB each need 5.6 ms, and 9 ms page by page. Whole cache lines, because the processor
+       waits for the rest of a line that is written in part. */
     __attribute__((target("avx2"), unused))
     static void fps_stream(char *to, const char *from, uint64_t n) {
         uint64_t head = -(uintptr_t)to & 63, i = 0, line, page;
@@ -44,7 +44,7 @@ cdef extern from *:
         memcpy(to + i, from + i, n - i);
         _mm_sfence();
     }
-    #define FPS_SHORT 1024  /* bytes that memcpy() copies as well */
+    #define FPS_SHORT 1024  /* bytes; memcpy() is as fast below */
     __attribute__((target("avx2"), unused))
     static void fps_move(char *to, const char *from, uint64_t n) {
         uint64_t i = 0;
@@ -60,8 +60,8 @@ cdef extern from *:
         }
         memcpy(to + i, from + i, n - i);
     }
-    /* Where both lie alike in their pages that instruction does no harm, and needs a fifth to a
-       quarter less for lines that are in no near cache. */
+    /* With equal offsets in their pages that instruction is fast, and a fifth to a quarter faster
+       for lines that are in no near cache. */
     static inline int fps_copy_way(const void *to, const void *from, uint64_t n,
                                    uint64_t whole) {
         if (n < FPS_SHORT || !__builtin_cpu_supports("avx2"))
@@ -90,7 +90,7 @@ cdef extern from *:
     #endif
     """
     const int FPS_BY_LIBRARY, FPS_BY_MOVES, FPS_BY_STREAMS
-    # How fps_copy() does it.
+    # Return the way in which fps_copy() copies.
     int fps_copy_way(const void* to, const void* source, uint64_t n, uint64_t whole) noexcept nogil
-    # memcpy() of n bytes into an array of `whole` bytes; 0: one that is soon read.
+    # memcpy() of n bytes into an array of `whole` bytes; whole = 0: the array is read soon.
     void fps_copy(void* to, const void* source, uint64_t n, uint64_t whole) noexcept nogil

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _core.pyx: the copy pool.
+# Part of _core.pyx: the copy pool, threads that help with long copies and sums where cores are
+# idle.
 #
-# Threads that help with a long copy or sum, where cores are idle.
+# Theory of operation. A task is cut into pieces. One word counts the pieces that are left, with
+# the number of the task in its upper bits. So a thread takes a piece by one compare-and-swap, and
+# a late thread cannot confuse the next task with this one. The thread that has the task does
+# pieces too. At the end it waits only for pieces that were taken: a copier that sleeps, or has
+# lost its core, delays it by one piece at most. Copiers spin for a moment before they sleep, so
+# that within a long operation none has to be woken.
 #
-# Theory of operation. A task is cut into pieces, and one word counts those that nobody has taken,
-# with the number of the task above it: so a piece is taken by one compare-and-swap, and who comes
-# late cannot take one of the next task for one of this. Whoever has a task does pieces of it as
-# all others do, and at the end waits only for those that were taken: copiers that sleep, or whose
-# core somebody else has, hold nobody up for longer than a piece. They look for the next task a
-# moment before they sleep, so that within a long operation nobody has to be woken.
+# The wait for a taken piece has no deadline: its memory is written until then, and must not go
+# back to its owner. The piece is a copy or sum that the waiting thread would otherwise do itself.
+# So only a copier without a core, or memory that does not answer (swapped out, or of a remote
+# file), makes the wait long. overdue_s() reports it, and the stall watch names it.
 #
-# No deadline ends the wait for a piece that a copier has taken: until then memory is written, and
-# must not go back to its owner. It is a copy or a sum that the waiting thread would else do
-# itself, so only a copier without a core, or memory that does not answer (swapped out, of a file
-# far away), makes it long; overdue_s() tells, and the stall watch names it.
-#
-# There is one set of copiers in a process; none where the workers of a machine have a core each,
-# and then nothing here is ever waited for or woken. Threads: any, without the GIL.
+# A process has one set of copiers. There are none where the workers of a machine have one core
+# each; then nothing here waits or wakes. Threads: any, without the GIL.
 
 cdef enum:
-    LONG_BYTES = 4 << 20        # less is done before those who sleep have come
-    PIECE_BYTES = 32 << 10      # takes some microseconds, to hand it over less than one
-    LOOK_NS = 100000            # how long copiers look for a task before they sleep
-    PATIENCE_NS = 20000         # who waits for a piece so long gives its core away
+    LONG_BYTES = 4 << 20        # shorter tasks end before sleeping copiers are awake
+    PIECE_BYTES = 32 << 10      # takes some microseconds; taking a piece takes less than one
+    LOOK_NS = 100000            # how long copiers spin for a task before they sleep
+    PATIENCE_NS = 20000         # how long a thread spins for a piece before it yields its core
     SLEEP_NS = 1000000000
     COUNT_MASK = (1 << 20) - 1  # of the word: pieces left; above it the number of the task
     NUMBER = 1 << 20
@@ -32,12 +31,12 @@ cdef struct State:
     pthread_mutex_t lock        # whose task it is
     int64_t word                # atomic
     int32_t left                # pieces that are not done; atomic
-    int64_t late_since          # atomic: when somebody began to wait, losing patience; 0: nobody
+    int64_t late_since          # atomic: since when a thread waits longer than that; 0: none does
     int32_t sleepers            # atomic
     int32_t bell                # futex
     int32_t is_stopping         # atomic
     int32_t n                   # copiers
-    int32_t pid                 # whose they are; not a forked child's
+    int32_t pid                 # process that has the copiers; a forked child has none
     piece_fn run
     void* context
     Thread* threads[MAX_COPIERS]
@@ -188,22 +187,22 @@ cdef int64_t pooled_fold(rule_fn rule, const void* const* sources, int64_t n, vo
 # ---------------------------------------------------------------- its Python face
 
 def overdue_s():
-    """Say for how many seconds a task has waited for a piece that a copier does; mostly 0.0."""
+    """Return for how many seconds a task has waited for a copier's piece; mostly 0.0."""
     cdef int64_t since = fps_load64(&copiers.late_since)
     return (now_ns() - since) / 1e9 if since and copiers.pid == getpid() else 0.0
 
 
 @cython.final
 cdef class CopyPool:
-    """So many threads, until close(); none if this process has copiers already."""
+    """The copier threads of this process, until close(); none if it has copiers already."""
 
     cdef readonly int count
 
     def __init__(self, int count):
-        """Start them. Raises ValueError, FastPSError."""
+        """Start count threads. Raises ValueError, FastPSError."""
         if not 0 <= count <= MAX_COPIERS:
-            raise ValueError(f"{count} copiers: 0 to {MAX_COPIERS} are possible")
-        if copiers.pid != getpid():       # they stayed behind in the process that forked
+            raise ValueError(f"count must be 0 to {MAX_COPIERS} copiers, got {count}")
+        if copiers.pid != getpid():       # a fork: its threads stayed in the parent
             copiers.n, copiers.late_since = 0, 0
             pthread_mutex_init(&copiers.lock, NULL)
         if copiers.n or not count:
@@ -219,7 +218,7 @@ cdef class CopyPool:
         fps_store32(&copiers.n, self.count)
 
     def close(self, double timeout_s=10.0):
-        """End the threads; nothing may be copied any more. Tells whether they ended in time."""
+        """End the threads; return whether they ended in time. No copy may be under way."""
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int status = OK
         if self.count == 0 or copiers.pid != getpid():

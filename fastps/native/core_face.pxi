@@ -6,23 +6,24 @@
 cdef class Pulse:
     """Write payload to a stream socket every interval_s, from a thread that needs no GIL.
 
-    The descriptor is duplicated: the peer sees the end of the stream after stop() and the
-    caller's close. A full socket skips beats; any other error ends the pulse quietly.
+    The descriptor is duplicated, so the peer sees the end of the stream only after stop() and the
+    caller's close. A full socket skips beats; any other error ends the pulse without an exception.
     """
 
     def __cinit__(self, int fd, bytes payload, double interval_s):
         cdef const char* content = payload
         if not payload or not 0.0 < interval_s <= MAX_INTERVAL_S:
             raise ValueError(
-                f"a pulse needs a payload and an interval within 0..{MAX_INTERVAL_S} s"
+                f"a pulse needs a payload and an interval of at most {MAX_INTERVAL_S} s, got "
+                f"{len(payload)} bytes every {interval_s} s"
             )
         self.state = pulse_create(fd, content, len(payload), <int64_t>(interval_s * NS_PER_S))
         if self.state == NULL:
-            raise OSError(errno, f"descriptor {fd}: {strerror(errno).decode()}")
+            raise OSError(errno, f"cannot duplicate descriptor {fd}: {strerror(errno).decode()}")
         with nogil:
             self.thread = thread_create(b"pulse", fd, pulse_main, self.state)
         if self.thread == NULL:
-            raise error_of(E_SYS, "the system made no thread")
+            raise error_of(E_SYS, "cannot start a thread; check `ulimit -u`")
 
     def __del__(self) -> None:
         if self.thread == NULL:
@@ -54,7 +55,7 @@ cdef class Pulse:
         return fps_load32(&self.state.error)
 
     def stop(self, *, double timeout_s=5.0) -> None:
-        """End the pulse and wait for its thread; StallError when it lives on. Idempotent."""
+        """Stop the pulse and wait for its thread; StallError when that lives on. Idempotent."""
         cdef int status
         cdef int64_t deadline_ns = deadline_of(timeout_s)
         if self.thread == NULL:
@@ -73,9 +74,9 @@ cdef void end_at_once(void* arg) noexcept nogil:
 
 
 def set_thread_placement(cpus: Sequence[int], node: int) -> None:
-    """Pin threads made later to cpus and NUMA node; empty and -1 leave them where they are.
+    """Pin threads made later to cpus and a NUMA node; empty and -1 do not pin.
 
-    Tries it on one short thread and logs one warning if the system refuses; threads then run
+    Tests it on one short thread and logs one warning if the system refuses; threads then run
     unpinned. Process-wide.
     """
     global default_placement
@@ -96,7 +97,7 @@ def set_thread_placement(cpus: Sequence[int], node: int) -> None:
     pthread_mutex_unlock(&placement_mutex)
     probe = thread_create(b"probe", 0, end_at_once, NULL)
     if probe == NULL:
-        raise error_of(E_SYS, "the system made no thread")
+        raise error_of(E_SYS, "cannot start a thread; check `ulimit -u`")
     cdef int error = probe.pin_errno
     with nogil:
         thread_join(probe, INT64_MAX)
@@ -108,7 +109,7 @@ def set_thread_placement(cpus: Sequence[int], node: int) -> None:
 
 
 def debug_counters() -> dict[str, int]:
-    """Return what is alive, and misuse, by name; empty unless built with FASTPS_DEBUG=1."""
+    """Return counts of live objects and of misuse; empty unless built with FASTPS_DEBUG=1."""
     if not FASTPS_DEBUG:
         return {}
     return {

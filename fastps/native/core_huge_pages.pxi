@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _core.pyx: huge pages.
+# Part of _core.pyx: huge pages for private arrays that operations use repeatedly.
 #
-# Huge pages for private arrays that operations use again and again.
+# When the kernel copies from another process it looks up each page: with pages of 4 KiB a copy
+# takes up to twice the time. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So an
+# array that is used the USE_TIMES-th time is collapsed into such pages (MADV_COLLAPSE, Linux 6.1),
+# as far as it fills them. Bytes and addresses stay, and other threads may use them meanwhile. It
+# takes 0.3 to 3 milliseconds per MiB, once, and saves about 0.05 with each use. Where the system's
+# setting is "never", or the kernel lacks the call, nothing is done.
 #
-# The kernel looks up each page of what it copies from another process: in pages of 4 KiB a copy
-# takes up to twice the time. NumPy asks for pages of 2 MiB from 4 MiB on, PyTorch does not. So
-# what comes the USE_TIMES-th time is gathered in such pages (MADV_COLLAPSE, Linux 6.1), as far as
-# it fills them: the same bytes at the same addresses, and others may read and write them
-# meanwhile. It takes 0.3 to 3 milliseconds for each MiB, once, and saves some 0.05 each time.
-# Where the machine's owner wants none ("never"), or the kernel cannot, nothing is done.
-#
-# Threads: of the caller, with the GIL, which is given up while pages are gathered.
+# Threads: the caller's, with the GIL, which is released while pages are collapsed.
 
 cdef enum:
     MADV_COLLAPSE = 25          # older kernels know no such advice
     LEAST_BYTES = 4 << 20       # of an array
     USE_TIMES = 10
-    STEP_BYTES = 16 << 20       # gathered at once
-    SLOW_NS = 5000000           # for each MiB: memory is short, or in pieces
+    STEP_BYTES = 16 << 20       # collapsed by one call
+    SLOW_NS = 5000000           # per MiB; slower: memory is short or fragmented
 
 _HUGE_PAGES_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def may_gather(setting=_HUGE_PAGES_SETTING):
-    """Tell by the file of the kernel's setting, and the kernel, whether we may."""
+    """Return whether the system's setting and its kernel allow huge pages on demand."""
     try:
         return "[never]" not in setting.read_text() and madvise(NULL, 0, MADV_COLLAPSE) == 0
     except OSError:
@@ -31,7 +29,7 @@ def may_gather(setting=_HUGE_PAGES_SETTING):
 
 
 cdef uint64_t gather(const char* start, uint64_t nbytes) noexcept nogil:
-    """Gather what fills huge pages, as long as that is quick; give how many bytes."""
+    """Collapse whole huge pages, as long as that is quick; return the number of bytes."""
     cdef uint64_t mask = ~<uint64_t>(HUGE_PAGE_BYTES - 1)
     cdef uint64_t first = (<uintptr_t>start + HUGE_PAGE_BYTES - 1) & mask
     cdef uint64_t end = (<uintptr_t>start + nbytes) & mask
@@ -50,9 +48,9 @@ cdef uint64_t gather(const char* start, uint64_t nbytes) noexcept nogil:
 
 @cython.final
 cdef class HugePages:
-    """See which arrays come again, and gather them in huge pages.
+    """Count the uses of arrays, and back repeatedly used ones with huge pages.
 
-    first, nbytes: a range that is left alone, as memory that is shared.
+    first, nbytes: a range that is left alone, such as shared memory.
     """
 
     def __init__(self, uintptr_t first=0, uint64_t nbytes=0):

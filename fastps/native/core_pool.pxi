@@ -200,7 +200,7 @@ cdef Block* pool_take_large(Pool* pool, uint64_t nbytes, uint64_t at_most) noexc
 
 
 cdef Block* pool_take_any(Pool* pool, uint64_t nbytes) noexcept nogil:
-    # No slab may be mapped any more: a block too large is better than none.
+    # The limit allows no further slab: take a block that is too large rather than none.
     cdef int size_class = class_of(nbytes)
     cdef Block* block
     while size_class < SIZE_CLASSES:
@@ -404,7 +404,7 @@ cdef void pool_unmap(Pool* pool, bint is_mapped) noexcept nogil:
 
 
 cdef Slab* pool_next_unregistered(Pool* pool) noexcept nogil:
-    # A slab the hook has not seen, marked as seen; NULL when there is none.
+    # Return a slab that the hook has not seen, and mark it as seen; NULL: there is none.
     cdef Slab* found = NULL
     cdef uint64_t i
     pthread_mutex_lock(&pool.mutex)
@@ -442,10 +442,10 @@ cdef class BufferPool:
         self, uint64_t limit_bytes=0, *, uint64_t slab_bytes=SLAB_BYTES, object on_slab=None
     ):
         if not 0 < slab_bytes <= max_loan_bytes():
-            raise ConfigError(f"slab_bytes {slab_bytes} is not within 1..{max_loan_bytes()}")
+            raise ConfigError(f"slab_bytes must be 1 to {max_loan_bytes()}, got {slab_bytes}")
         self.state = pool_create(limit_bytes, slab_bytes)
         if self.state == NULL:
-            raise MemoryError
+            raise MemoryError("no memory for a BufferPool")
         self.regions = {}
         self.on_slab = on_slab
         self.register_lock = threading.RLock()
@@ -459,7 +459,7 @@ cdef class BufferPool:
         elif pool_close(pool):
             pool_unmap(pool, True)
         else:
-            return      # C code still holds a loan: its memory stays, and with it the records
+            return      # C code still holds a loan: its memory and the records stay
         pthread_mutex_destroy(&pool.mutex)
         pthread_mutex_destroy(&pool.grow)
         free(pool)
@@ -476,11 +476,11 @@ cdef class BufferPool:
         return pool_give_back(self.state, address)
 
     def statistics(self) -> PoolStatistics:
-        """Tell what is mapped and lent; the hook has then seen every slab."""
+        """Return what is mapped and lent; calls the hook for every new slab first."""
         cdef Pool* pool = self.state
         cdef Pool copy
         if not pool_is_ours(pool):
-            raise error_of(E_SHUTDOWN, "this BufferPool belongs to the parent process")
+            raise error_of(E_SHUTDOWN, "this BufferPool belongs to the parent of this fork")
         self._register_slabs()
         pthread_mutex_lock(&pool.mutex)
         copy = pool[0]

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _core.pyx: the trace.
+# Part of _core.pyx: the trace. Every thread records spans without the GIL and without waiting; a
+# drain thread writes them to a file.
 #
-# Write down what every thread does, without the GIL and without waiting; drain it to a file.
+# Theory of operation. A span is 64 bytes. Each thread that records spans has a ring of its own.
+# Only that thread moves the head, only the drain the tail, so that recording needs no lock and no
+# compare-and-swap. A full ring drops the span and counts it. Rings are never freed: their list
+# only grows at its front, and the ring of an ended thread goes to the next thread that needs one.
 #
-# Theory of operation. A span is 64 bytes. Each thread that writes one has a ring of its own: it
-# alone moves the head, the drain alone the tail, so that no lock and no compare-and-swap is on the
-# way. A ring that is full loses the span and counts it. Rings are never freed: they stand in a
-# list that only grows at its front, and one whose thread has ended goes to the next that needs
-# one.
+# The drain is a thread of _core. Every few milliseconds it writes the content of the rings to the
+# file of the Drain, whole spans only, so that the file of a killed process is valid up to its last
+# write. A full disk, or a file of max_bytes, ends the trace, not the job.
 #
-# The drain is a thread of _core. Every few milliseconds it writes what the rings hold to the file
-# that start() was given, whole spans only, so that the file of a process that was killed is valid
-# up to its last write. A disk that is full, or a file of max_bytes, ends the trace, not the job.
-#
-# Threads. trace_span() from any; the drain from one; start() and stop() with the GIL. After a fork
-# the child traces nothing: the drain is not there.
+# Threads. trace_span(): any; the drain: one; Drain and stop(): with the GIL. A forked child has no
+# drain and traces nothing.
 
 cdef extern from * nogil:
     """
@@ -37,7 +35,7 @@ cdef extern from * nogil:
         uint64_t dropped;           /* atomic; by the same */
         char gap[48];
         uint64_t tail;              /* atomic; written by the drain */
-        uint64_t told;              /* the drain's: drops it has written down */
+        uint64_t told;              /* the drain's: drops that it has reported */
         struct fps_ring *next;      /* set before others can see the ring */
         uint32_t number;
         int32_t is_taken;           /* atomic */
@@ -164,7 +162,7 @@ cdef struct DrainState:
 
 
 cdef bint write_all(DrainState* state, const char* data, uint64_t nbytes) noexcept nogil:
-    """Write, or end the trace."""
+    """Write all bytes; False: the trace has ended."""
     cdef ssize_t count
     if nbytes > state.room:
         fps_store32(&tracing.is_on, 0)
@@ -185,7 +183,7 @@ cdef bint write_all(DrainState* state, const char* data, uint64_t nbytes) noexce
 
 
 cdef bint tell_drops(DrainState* state, Ring* ring) noexcept nogil:
-    """Write down how many spans a ring has lost since the last time."""
+    """Report how many spans a ring has lost since the last report."""
     cdef Span span
     cdef uint64_t dropped = ring_dropped(ring)
     if dropped == ring.told:
@@ -201,7 +199,7 @@ cdef bint tell_drops(DrainState* state, Ring* ring) noexcept nogil:
 
 
 cdef bint drain_rings(DrainState* state) noexcept nogil:
-    """Write what all rings hold; False: the trace is over."""
+    """Write the content of all rings; False: the trace has ended."""
     cdef Ring* ring = ring_first()
     cdef Span* first
     cdef uint64_t n
@@ -228,7 +226,7 @@ cdef void drain_main(void* arg) noexcept nogil:
 
 
 cdef void empty_rings() noexcept nogil:
-    """Forget what an earlier trace has left."""
+    """Drop the spans that an earlier trace has left."""
     cdef Ring* ring = ring_first()
     cdef Span* first
     cdef int _turn
@@ -241,10 +239,10 @@ cdef void empty_rings() noexcept nogil:
 
 @cython.final
 cdef class Drain:
-    """A trace of this process, from its making to stop(): spans go to an open file.
+    """A trace of this process, from construction to stop(): spans go to an open file.
 
-    fd: descriptor that is appended to, the caller's; max_bytes: it gets no more. first, last: the
-    versions of keys that are wanted. One at a time: FastPSError.
+    fd: descriptor to append to, owned by the caller. max_bytes: bound of the file. first, last:
+    versions of keys to record. Raises FastPSError while another trace is on.
     """
 
     cdef DrainState state
@@ -253,7 +251,7 @@ cdef class Drain:
     def __cinit__(self, int fd, *, uint32_t first=0, uint32_t last=0xffffffff,
                   uint64_t max_bytes=1 << 62):
         if tracing.is_on:
-            raise FastPSError("this process traces already")
+            raise FastPSError("a trace is on already in this process; stop it first")
         empty_rings()
         memset(&self.state, 0, sizeof(self.state))
         self.state.fd = fd
@@ -267,18 +265,18 @@ cdef class Drain:
 
     @property
     def trouble(self):
-        """Say why the trace ended before its time; empty if it did not."""
+        """Why the trace ended early; empty if it did not."""
         if self.state.error:
-            return f"cannot be written: {strerror(self.state.error).decode()}"
+            return f"its file cannot be written: {strerror(self.state.error).decode()}"
         return "" if tracing.is_on or self.thread == NULL else "it is as long as it may be"
 
     @property
     def dropped(self):
-        """Count the spans that were lost for lack of room."""
+        """Number of spans that were dropped because a ring was full."""
         return self.state.dropped
 
     def stop(self):
-        """Write what is left and end the thread; idempotent. Blocks for as long as a write."""
+        """Write the remaining spans and end the thread; idempotent. Blocks while it writes."""
         cdef int status
         if self.thread == NULL:
             return
@@ -287,11 +285,12 @@ cdef class Drain:
         with nogil:
             status = thread_join(self.thread, deadline_of(JOIN_S))
         if status != OK:
-            raise FastPSError(f"the thread of the trace did not end within {JOIN_S} s")
+            raise FastPSError(
+                f"the thread of the trace did not end within {JOIN_S} s; does its disk answer?")
         self.thread = NULL
 
     def abandon(self):
-        """Forget the thread in a forked child, where it is not."""
+        """Forget the thread in a forked child, which does not have it."""
         fps_store32(&tracing.is_on, 0)
         if self.thread != NULL:
             thread_join(self.thread, 0)
@@ -305,17 +304,17 @@ cdef class Drain:
 # ---------------------------------------------------------------- its Python face
 
 def is_on():
-    """Tell whether a trace is on."""
+    """Return whether a trace is on."""
     return bool(tracing.is_on)
 
 
 def clock_ns():
-    """Give the time on the clock of the spans: CLOCK_MONOTONIC, nanoseconds."""
+    """Return the time of the clock of spans: CLOCK_MONOTONIC, nanoseconds."""
     return now_ns()
 
 
 def mark(int kind, int64_t began, int64_t ended, *, uint64_t key=0, uint32_t version=0,
          uint32_t peer=0, uint64_t nbytes=0):
-    """Write a span down from Python; times of clock_ns()."""
+    """Record a span from Python; times are of clock_ns()."""
     if tracing.is_on:
         trace_span(kind, key, version, peer, nbytes, began, ended)

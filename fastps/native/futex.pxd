@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# How threads wait for a word of memory: a pause between two looks, and sleep until it is rung.
+# How threads wait for a word of memory: a pause between two reads, and sleep until a wake-up.
 # Compiled into each user.
 from libc.stdint cimport int32_t, int64_t
 
@@ -28,13 +28,13 @@ cdef extern from *:
         syscall(SYS_futex, word, FUTEX_WAKE_BITSET | scope, count, NULL, NULL, whom);
     }
     """
-    const int FPS_ALL           # count: of those who sleep
-    const int FPS_ANYBODY       # whom: all bits, by which sleepers of one word are told apart
+    const int FPS_ALL           # count: wake all sleepers
+    const int FPS_ANYBODY       # whom: all bits of the mask that distinguishes sleepers of a word
     const int FPS_SHARED        # scope: memory that other processes map
-    const int FPS_OWN           # or this one's alone, which is faster
+    const int FPS_OWN           # scope: private memory, which is faster
     void fps_relax() noexcept nogil
-    # Sleep while the word is as expected, until CLOCK_MONOTONIC has a value at most. Returns on
-    # wake, change, signal or deadline alike; the caller looks again.
+    # Sleep while the word has the expected value, at most until a time of CLOCK_MONOTONIC. Returns
+    # on wake, change, signal or deadline alike; the caller reads the word again.
     void fps_sleep(int32_t* word, int32_t expected, int64_t until_ns, int32_t whom,
                    int scope) noexcept nogil
     void fps_wake(int32_t* word, int count, int32_t whom, int scope) noexcept nogil

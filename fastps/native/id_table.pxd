@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# A table from tensor id to a C record that I/O threads read without a lock. It grows under the
-# GIL only; records are complete before they are put, which who finds one sees, and leave the table
-# all together.
+# A table from tensor id to a C record, which I/O threads read without a lock. It grows under the
+# GIL only. A record is complete before it is put, so readers see all of it; all records leave the
+# table together.
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -27,7 +27,7 @@ cdef inline void* table_get(IdTable* table, uint64_t number) noexcept nogil:
 
 
 cdef inline bint table_put(IdTable* table, uint64_t number, void* record) noexcept nogil:
-    """False: no memory, or the number is out of range."""
+    """Put a record; False: no memory, or the number is out of range."""
     cdef void** page
     if number >= MAX_RECORDS:
         return False

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What several modules need of the system: locks, descriptors, events, sockets. Names only: the C
-# compiler knows the rest.
+# System calls that several modules use: locks, descriptors, events, sockets.
 from libc.stdint cimport uint32_t, uint64_t
 
 cdef extern from "<pthread.h>" nogil:

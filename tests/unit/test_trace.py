@@ -104,7 +104,7 @@ def test_nothing_is_written_while_no_trace_is_on(tmp_path):
 
 def test_one_trace_at_a_time(tmp_path):
     def write() -> None:
-        with pytest.raises(FastPSError, match="traces already"):
+        with pytest.raises(FastPSError, match="a trace is on already"):
             _core.Drain(1)
 
     traced(tmp_path / "x.spans", write)
