@@ -146,7 +146,7 @@ class Scheduler:
             key=self._claim,
             purposes=(Purpose.CONTROL, Purpose.PULSE),
             timeout_s=self._config.handshake_timeout_s,
-            welcome=self._welcome,
+            on_authenticated=self._welcome,
         )
         try:
             self._gate.open()

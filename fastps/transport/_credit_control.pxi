@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _link.pyx: credit that follows what a link needs. Called by who sends or returns credit.
+# Part of _link.pyx: adapts the credit of a link to its rate and response time. Called by threads
+# that send or that return credit.
 
-cdef double CREDIT_GAIN = 1.25  # times what is under way on an empty link: see read_gauge()
+cdef double CREDIT_GAIN = 1.25  # times rate x response time: see read_gauge()
 cdef double GROWS_FROM = 1.125  # smaller changes are noise
-cdef double SHORTER = 0.75      # so much less time shows that what grew by the longer one is wrong
+cdef double SHORTER = 0.75      # a response this much shorter shows that the credit is too large
 
 cdef enum:
-    WINDOW_BYTES = 1 << 20      # of results that tell a rate
+    WINDOW_BYTES = 1 << 20      # of results from which a rate is computed
     MAX_CREDIT_BYTES = 4 << 20  # enough for 100 Gb/s and 300 us; beyond it links borrow
 
 
@@ -16,7 +17,7 @@ cdef void set_credit(BaseLink* link, uint64_t credit_bytes) noexcept nogil:
 
 
 cdef void end_window(BaseLink* link, int64_t now) noexcept nogil:
-    """Learn the rate of a window, and let the credit grow to what it needs."""
+    """Compute the rate of a window and let the credit grow to match it."""
     cdef Gauge* gauge = &link.gauge
     cdef double wanted
     cdef double rate = gauge.counted / <double>(now - gauge.counted_since)
@@ -28,10 +29,10 @@ cdef void end_window(BaseLink* link, int64_t now) noexcept nogil:
 
 
 cdef void learn_response(BaseLink* link, int64_t response_ns) noexcept nogil:
-    """A chunk was back: if sooner than any before, the link needs less than was thought.
+    """Take the response time of a chunk; shrink the credit if it is far below all before.
 
-    The first one on its way finds a connection that has to begin slowly, and a server that waits
-    for a worker who comes late. Credit for more than the link carries fills queues, and they drop.
+    The first chunk finds a TCP connection in slow start, and a server that may wait for a late
+    worker. Credit beyond what the link carries fills the queues of the network, which then drop.
     """
     cdef Gauge* gauge = &link.gauge
     cdef double share = response_ns / <double>gauge.response_ns if gauge.response_ns else 1.0
@@ -42,12 +43,12 @@ cdef void learn_response(BaseLink* link, int64_t response_ns) noexcept nogil:
 
 
 cdef void read_gauge(BaseLink* link, uint64_t nbytes) noexcept nogil:
-    """Bytes came back: how long did the first of them take, and how many come in a time?
+    """Measure response time and rate from bytes whose credit came back.
 
-    As BBR finds what a path needs (Cardwell et al., ACM Queue 2016), but from push to result: the
-    time is that of a chunk that found the link empty, so a queue of ours is not in it, and the
-    rate that of results, which a short credit bounds; somewhat more than their product lets the
-    rate show. Much more is worse: workers that share a server's link get out of step.
+    This is how BBR sizes a window (Cardwell et al., ACM Queue 2016), but from push to result. The
+    time is that of a chunk that found the link empty, so it has no queueing of ours. The rate is
+    that of results. A small credit bounds it, so the credit is somewhat more than their product.
+    Much more is worse: workers that share a server's link get out of step.
     """
     cdef Gauge* gauge = &link.gauge
     cdef int64_t now = now_ns()
@@ -55,7 +56,7 @@ cdef void read_gauge(BaseLink* link, uint64_t nbytes) noexcept nogil:
         learn_response(link, max(now - gauge.asked, 1))
         gauge.asked = 0
     if gauge.counted_since == 0:
-        gauge.counted_since, gauge.counted = now, 0     # what began the window does not count
+        gauge.counted_since, gauge.counted = now, 0     # the bytes that open a window do not count
         return
     gauge.counted += nbytes
     if gauge.counted >= WINDOW_BYTES and now - gauge.counted_since >= gauge.response_ns > 0:
@@ -63,9 +64,9 @@ cdef void read_gauge(BaseLink* link, uint64_t nbytes) noexcept nogil:
 
 
 cdef void note_leaving(BaseLink* link, SendItem* item) noexcept nogil:
-    """A chunk is about to leave; if nothing else is out its way there and back is timed.
+    """Begin to time a chunk that leaves while no other bytes are out.
 
-    Shorter ones than bulk data has tell too little, but better than nothing.
+    A chunk that is shorter than chunk_bytes is timed only while no response time is known.
     """
     cdef QueueStats stats
     if item.cursor or not item.is_credited:

@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _link.pyx.
 #
-# Links within one process: the transport interface with memcpy in place of a network.
+# Links within one process: the transport interface with memcpy in place of a network. For a server
+# in a worker's process, and for tests of owners.
 #
-# For a server in a worker's process, and for tests of owners. Theory of operation. connect() makes
-# a pair of links, each the other's twin, with one I/O thread. Threads, queues, credit and ends are
-# the base's (_io_thread.pxi). The thread takes items off both queues, asks the twin's owner where
-# each frame lands, copies it there and delivers it; nobody else copies. Credit is a hard bound
-# here, so what an owner under test sees is exact. A frame that its owner puts off stays the
-# current one.
+# Theory of operation. connect() makes a pair of links, each the other's twin, with one I/O thread.
+# Threads, queues, credit and ends are those of _io_thread.pxi. The thread takes items off both
+# queues, asks the twin's owner where each frame lands, copies it there and delivers it; no other
+# thread copies. Credit is a hard bound here, so tests of an owner see exact numbers. A frame that
+# its owner defers stays the current one.
 #
-# By reference. A pair may hand what is pushed to an owner that can adopt it without a copy: the
+# By reference. A pair may hand pushed payloads to an owner that can adopt them without a copy: the
 # bytes stay in the sender's memory, which the owner reads when it sums. An item is `sent` when its
-# last frame was handed on, which does not say that nobody reads it any more; the result does (see
-# adopt in _link.pxd). A worker's engine gives memory back when both have come, and the end of a
-# link gives up both: the owner that adopted is told first, and lets go of the memory before it
-# returns from `closed`; only then the sender's items come back and it is told.
+# last frame was handed on; the owner may read it until the round ends (see adopt in _link.pxd). A
+# worker's engine frees memory when both have happened. When a link ends, the owner that adopted is
+# notified first and drops its references before it returns from `closed`; only then the sender's
+# items are returned and its owner is notified.
 #
 # Invariants. Both links of a pair end together, and are freed together.
 
 cdef enum:
     INPROC_QUEUE_HINT = 64      # items that a queue holds before it grows
-    TURN_BYTES = 1 << 20        # bytes moved in one direction before the other pairs have a turn
+    TURN_BYTES = 1 << 20        # bytes moved in one direction before other pairs have their turn
 
 cdef struct InprocLink:
     BaseLink base               # first: a Link* is an InprocLink*
@@ -47,7 +47,7 @@ cdef int land(InprocLink* link, const Header* header, const char* payload) noexc
 
 
 cdef int receive(InprocLink* link, const Header* header, const char* payload) noexcept nogil:
-    """Hand one frame to its receiver; negative: the receiver's link has to end, or to wait."""
+    """Hand one frame to its receiver; negative: the receiver's link ends, or the frame waits."""
     cdef int status = header_check(header)
     if status != OK:
         return status
@@ -61,7 +61,7 @@ cdef int receive(InprocLink* link, const Header* header, const char* payload) no
 
 
 cdef int move_frame(InprocLink* link, SendItem* item) noexcept nogil:
-    """Hand the next frame of item to the twin; queue what is left, or the item is sent."""
+    """Hand the next frame of an item to the twin; queue the rest, or return the sent item."""
     cdef Header header
     cdef int status
     write_header(item, &header)
@@ -82,9 +82,9 @@ cdef int move_frame(InprocLink* link, SendItem* item) noexcept nogil:
 
 
 cdef int move_frames(InprocLink* link) noexcept nogil:
-    """Move what is queued, most urgent first, for one turn; E_SHUTDOWN: the sender said BYE.
+    """Move queued items, most urgent first, for one turn; E_SHUTDOWN: the sender sent BYE.
 
-    Another negative status is the receiver's.
+    Other negative statuses come from the receiver.
     """
     cdef uint64_t start = link.base.link.stats.bytes_sent
     cdef int status = OK
@@ -107,14 +107,14 @@ cdef int move_frames(InprocLink* link) noexcept nogil:
 # ---------------------------------------------------------------- what the base calls
 
 cdef int inproc_serve(BaseLink* base) noexcept nogil:
-    """Move what waits in either direction."""
+    """Move queued items in both directions."""
     cdef InprocLink* twin = (<InprocLink*>base).twin
     settle(&twin.base, move_frames(<InprocLink*>base))
     return OK if base.is_over or twin.base.is_over else move_frames(twin)
 
 
 cdef void inproc_stop(BaseLink* base, int status) noexcept nogil:
-    """End the twin with what a peer sees of this end, but before it lets go if it lent to us."""
+    """Close the twin with the status that a peer sees; one by reference ends in its own turn."""
     cdef InprocLink* link = <InprocLink*>base
     cdef BaseLink* twin = &link.twin.base
     cdef bint in_order = status == E_SHUTDOWN or fps_load32(&twin.is_leaving)
@@ -148,7 +148,7 @@ INPROC_OPS.event = inproc_event
 # ---------------------------------------------------------------- Python face
 
 cdef InprocLink* make_pair(IoThread* io, uint64_t credit_bytes) noexcept nogil:
-    """Two links side by side; NULL: no memory."""
+    """Make two links side by side; NULL: no memory."""
     cdef InprocLink* ends = <InprocLink*>calloc(2, sizeof(InprocLink))
     cdef int i, status = OK
     if ends == NULL:
@@ -181,15 +181,15 @@ cdef class InprocTransport(BaseTransport):
                 bint by_reference=False):
         """Join two owners; each knows the other by its peer number.
 
-        credit_bytes: bytes in flight allowed in each direction, 0 = no limit. by_reference: what
-        one pushes is lent to the other, if that can adopt it; the pusher then leaves its memory
-        as it is until the round is over for it. One of the two at most may be able to.
+        credit_bytes: bytes in flight allowed in each direction, 0 = no limit. by_reference: lend
+        what one owner pushes to the other, if that can adopt it. The pusher then leaves its
+        memory unchanged until the round is over for it. At most one owner may be able to adopt.
         """
         cdef IoThread* io
         cdef InprocLink* ends
         cdef int i
         if by_reference and owner_a.c_owner.adopt != NULL and owner_b.c_owner.adopt != NULL:
-            raise ValueError("only one end of a link can adopt the other's memory")
+            raise ValueError("both owners can adopt memory; at most one end of a link may")
         io = self.next_io(-1)
         ends = make_pair(io, credit_bytes)
         if ends == NULL:
@@ -204,7 +204,7 @@ cdef class InprocTransport(BaseTransport):
             attach_link(&ends[0].base, owner_a)
             attach_link(&ends[1].base, owner_b)
         except BaseException:
-            ends[0].base.close_status = E_SHUTDOWN      # who has its link already is told
+            ends[0].base.close_status = E_SHUTDOWN      # notifies an owner that has its link
             raise
         finally:
             list_link(&ends[0].base, &ends[1].base)

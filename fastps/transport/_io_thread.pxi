@@ -1,33 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _link.pyx.
 #
-# The base of links: threads, queues, credit and ends, the same for every transport.
+# I/O threads, queues, credit and the end of links, the same for every transport.
 #
-# Theory of operation. Each link belongs to one I/O thread, which sleeps in epoll until something
-# came or somebody kicked a link: then the transport serves it. A transport is a table of what it
-# does in its own way (LinkOps); a link is its struct, which begins with a BaseLink.
+# Theory of operation. Each link belongs to one I/O thread, which sleeps in epoll until an event
+# arrives or a thread kicks a link; then the transport serves that link. A transport is a table of
+# functions (LinkOps); its links are structs that begin with a BaseLink.
 #
-# An item goes out frame by frame: after each, what is left of it queues again, so that a more
-# urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds what
-# was pushed and has no result yet, which keeps it in the caches; it is no flow control. Two
-# workers that push different tensors first would each wait for the other's credit, so a link that
-# has been out of credit for some time, STARVED_NS or longer on a slow link, borrows some, and pays
-# back from the credit that comes later. Tensors of different priorities need no loans: only what
-# is at least as urgent as an item counts against its credit, so all workers get to send the most
-# urgent one.
+# An item leaves frame by frame. After each frame the rest of the item queues again, so that a more
+# urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds the
+# bytes that were pushed and have no result yet, which keeps them in the caches; it is no flow
+# control. Two workers that push different tensors first would each wait for the other's credit. So
+# a link that has been out of credit for STARVED_NS, or longer on a slow link, borrows some and
+# pays it back from the credit that comes later. Tensors of different priorities need no loans:
+# only bytes that are at least as urgent as an item count against its credit, so every worker gets
+# to send the most urgent item.
 #
-# An owner that is not ready for a frame puts it off (E_TIMEOUT): the frame stays where it is, and
-# what came behind it on this link. The thread serves its other links, and this one sends. The
-# owner is asked again at once for EAGER_NS, then with every timer, and after WAITING_NS the link
-# ends.
+# An owner that is not ready for a frame defers it (E_TIMEOUT): the frame stays where it is, and so
+# do the frames behind it on this link. The thread serves its other links, and this link sends. The
+# owner is asked again at once for EAGER_NS, then with every timer; after WAITING_NS the link ends.
 #
 # Invariants. Only the I/O thread calls landing, adopt, deliver and closed, ends links and closes
 # their descriptors. io.lock guards the lists of links and of kicked links. A link is freed at the
-# end of the turn in which it ended, when no event can name it. Lock order: a transport's, then
-# io.lock.
+# end of the turn in which it ended, when no event can name it. Lock order: a transport's lock,
+# then io.lock.
 
 cdef enum:
-    BULK_BYTES = 64 << 10       # bytes in one turn from which an I/O thread does not spin after it
+    BULK_BYTES = 64 << 10       # after a turn that moved as much, an I/O thread does not spin
     STARVED_MS = 2              # the shortest time out of credit before a link borrows
     STARVED_NS = STARVED_MS * 1000000
     MAX_STARVED_MS = 200        # and the longest, on a slow link
@@ -143,7 +142,7 @@ cdef void link_close(Link* base, int status) noexcept nogil:
 # ---------------------------------------------------------------- send side
 
 cdef void note_starved(BaseLink* link) noexcept nogil:
-    """The queue gave nothing: is that for lack of credit?"""
+    """Note since when a link whose queue gave no item lacks credit."""
     cdef QueueStats stats
     if not link.credit_bytes or not link.ops.borrow_bytes:
         return
@@ -186,7 +185,7 @@ cdef void give_back(SendItem* item, int status) noexcept nogil:
 # ---------------------------------------------------------------- receive side
 
 cdef int put_off(BaseLink* link) noexcept nogil:
-    """The owner is not ready for a frame: ask again soon; E_PROTOCOL when that takes too long."""
+    """Ask the owner about a frame again soon; E_PROTOCOL when that has lasted too long."""
     cdef int64_t now = now_ns()
     if link.waiting_since == 0:
         link.waiting_since = now
@@ -310,7 +309,7 @@ cdef void unlist(IoThread* io, BaseLink* link) noexcept nogil:
 
 
 cdef void drop_queue(BaseLink* link, int status) noexcept nogil:
-    """Give every item that has not left back to its owner."""
+    """Return every item that was not sent to its owner."""
     cdef void* item
     queue_close(link.queue)     # also lifts the credit
     while queue_pop_nowait(link.queue, &item) == OK:
@@ -318,7 +317,7 @@ cdef void drop_queue(BaseLink* link, int status) noexcept nogil:
 
 
 cdef void end_link(BaseLink* link, int status) noexcept nogil:
-    """Stop a link for good: items back, owner told. Freed at the end of the turn."""
+    """Stop a link, return its items and notify its owner. Freed at the end of the turn."""
     cdef IoThread* io = link.io
     if link.is_over:
         return
@@ -363,11 +362,11 @@ cdef void free_dead(IoThread* io) noexcept nogil:
 # ---------------------------------------------------------------- credit that does not come back
 
 cdef int64_t patience_of(BaseLink* link) noexcept nogil:
-    """How long a link goes without credit: what is in flight takes its time on a slow one.
+    """Return how long a link waits without credit before it borrows, in nanoseconds.
 
-    Borrowing earlier lets one worker run ahead of the others on a shared link, and the server
-    can send no result before the last of them has come. Each loan without a result after it
-    halves the patience: then the others wait for something else.
+    On a slow link, the bytes in flight take longer. Borrowing too early lets one worker run ahead
+    of the others on a shared link, while the server sends no result before the last of them has
+    pushed. Each loan that no result follows halves the time: the others wait for something else.
     """
     cdef QueueStats stats
     cdef double ns
@@ -378,7 +377,7 @@ cdef int64_t patience_of(BaseLink* link) noexcept nogil:
 
 
 cdef void lend_credit(BaseLink* link, int64_t waited) noexcept nogil:
-    """Let a link that waits for credit send some more, once its patience is over."""
+    """Let a link borrow credit once it has waited long enough."""
     if waited >= STARVED_NS and link.patience_ns == 0:
         link.patience_ns = patience_of(link)
     if waited < STARVED_NS or waited < link.patience_ns:
@@ -403,7 +402,7 @@ cdef int watch(IoThread* io, int operation, int fd, uint32_t events, uint64_t wh
 
 
 cdef void serve_kicked(IoThread* io) noexcept nogil:
-    """Serve every link kicked so far; who is kicked meanwhile has its turn in the next round."""
+    """Serve every link kicked so far; links kicked meanwhile have their turn in the next round."""
     cdef BaseLink* link
     cdef int status, left = fps_load32(&io.n_kicked)
     while left > 0:
@@ -426,11 +425,11 @@ cdef void serve_timer(BaseLink* link, int64_t now) noexcept nogil:
     if link.deadline and not link.is_over:
         link.io.has_deadlines = True
         if now >= link.deadline:
-            settle(link, link.ops.late(link))
+            settle(link, link.ops.expired(link))
 
 
 cdef void serve_timers(IoThread* io) noexcept nogil:
-    """Look after links that wait for credit, for their owner, or for a deadline."""
+    """Serve links that wait for credit, for their owner, or for a deadline."""
     cdef BaseLink* link = io.links
     cdef int64_t now = now_ns()
     fps_store32(&io.has_starved, 0)
@@ -491,7 +490,7 @@ cdef void io_main(void* arg) noexcept nogil:
 
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
 cdef class BaseTransport:
-    """I/O threads and their links: what Python sees of every transport."""
+    """The I/O threads of a transport and their links: what Python sees of every transport."""
 
     def __cinit__(self, *args, **options):
         self.kept = set()
@@ -501,7 +500,7 @@ cdef class BaseTransport:
         cdef int i
         self.threads = <IoThread*>calloc(count, sizeof(IoThread))
         if self.threads == NULL:
-            raise MemoryError("no memory for I/O threads")
+            raise MemoryError(f"no memory for {count} I/O threads")
         for i in range(count):
             io = &self.threads[i]
             io.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
@@ -510,10 +509,12 @@ cdef class BaseTransport:
             io.ops = ops
             pthread_mutex_init(&io.lock, NULL)
             self.n_threads = i + 1
-            # by edges: nobody has to read what wakes
+            # edge-triggered: the wake-up needs no read
             if (io.epoll_fd < 0 or io.wake_fd < 0
                     or watch(io, EPOLL_CTL_ADD, io.wake_fd, EPOLLIN | EPOLLET, 0)):
-                raise TransportError(f"cannot make an I/O thread's descriptors: errno {errno}")
+                raise TransportError(
+                    f"cannot create the descriptors of an I/O thread: {os.strerror(errno)}; "
+                    "check `ulimit -n`")
         return 0
 
     cdef int start_threads(self) except -1:
@@ -527,12 +528,12 @@ cdef class BaseTransport:
         return 0
 
     cdef IoThread* next_io(self, int fd) except NULL:
-        """The thread whose turn it is to get a link; closes its descriptor if it is too late."""
+        """Return the thread for the next link; close fd and raise if the transport is closed."""
         cdef IoThread* io = &self.threads[self.next_thread]
         if self.is_closed:
             if fd >= 0:
                 close(fd)
-            raise TransportError("the transport is closed")
+            raise TransportError("cannot add a link: the transport is closed")
         self.next_thread = (self.next_thread + 1) % self.n_threads
         return io
 
@@ -554,9 +555,9 @@ cdef class BaseTransport:
         return dict(total) | {"links": links}
 
     def set_credit(self, uint64_t credit_bytes):
-        """Give every link that has a credit another one, which nothing changes any more.
+        """Set the credit of every link that has one, and stop adapting it.
 
-        0: what each began with, and the links find out what they need, if they did.
+        0: return to the initial credit of each link, which adapts again if it did before.
         """
         cdef BaseLink* link
         cdef int i
@@ -588,11 +589,11 @@ cdef class BaseTransport:
         return found
 
     def leave(self):
-        """Say BYE on every link; each ends when the peer has closed its end. Does not wait."""
+        """Send BYE on every link; each ends when the peer has closed its end. Does not wait."""
         self.close_links(E_SHUTDOWN)
 
     def abort(self):
-        """End every link now; owners are told E_PEER_LOST. Does not wait."""
+        """End every link now; owners get E_PEER_LOST. Does not wait."""
         self.close_links(E_PEER_LOST)
 
     cdef void close_links(self, int status) noexcept:
@@ -622,7 +623,7 @@ cdef class BaseTransport:
                 link = link.next
 
     cdef int join_threads(self, int64_t deadline) noexcept:
-        """Stop the I/O threads; give the number of one that does not end in time, or -1."""
+        """Stop the I/O threads; return the number of one that does not end in time, or -1."""
         cdef IoThread* io
         cdef int i, status
         for i in range(self.n_threads):
@@ -646,7 +647,7 @@ cdef class BaseTransport:
         return -1
 
     def close(self, *, double timeout_s=10.0):
-        """Stop the I/O threads, end every link that is left and free all. Idempotent.
+        """Stop the I/O threads, end the remaining links and free everything. Idempotent.
 
         Raises TransportTimeout when a thread does not end within timeout_s seconds.
         """
@@ -657,7 +658,8 @@ cdef class BaseTransport:
         late = self.join_threads(deadline_of(timeout_s))
         if late >= 0:
             raise TransportTimeout(
-                f"I/O thread {late} did not end within {timeout_s:g} s; this is a bug")
+                f"I/O thread {late} did not end within {timeout_s:g} s; a callback blocks it, "
+                "please report this bug")
         self.kept.clear()
 
     def __dealloc__(self):

@@ -42,7 +42,7 @@ from fastps.errors import TransportError, TransportTimeout
 cdef enum:
     CHECKED_BYTES = HEADER_BYTES - 4    # what the checksum covers
     RETIRE_NAP_US = 20                  # a pinned section lasts microseconds
-    EARLY_VERSIONS = 3                  # the first use promises for the second and the third
+    EARLY_VERSIONS = 3                  # `standing` of the first round is for the second and third
 
 
 cdef Link* slot_acquire(LinkSlot* slot) noexcept nogil:
@@ -103,7 +103,7 @@ cdef void no_closed(void* context, Link* link, int status) noexcept nogil:
 
 
 cdef class LinkOwner:
-    """Whatever owns links: carries the C callbacks to a transport's adopt()."""
+    """Carry the C callbacks of an owner of links to a transport's adopt()."""
 
     def __cinit__(self):
         self.c_owner.landing = no_landing

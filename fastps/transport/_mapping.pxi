@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _link.pyx.
 #
-# Memory that several processes map: a mapping of a descriptor, and blocks of it for arrays.
+# A mapping of memory that several processes share, and blocks of it for arrays.
 #
 # Knows addresses and lengths; shm.py decides where they come from. A Mapping stays as long as
 # anything refers to it: blocks refer to theirs, so an array outlives the session that made it.
@@ -26,9 +26,9 @@ cdef enum:
 
 @cython.final
 cdef class Mapping:
-    """Map nbytes of a descriptor, shared, read and written.
+    """Map nbytes of a descriptor, shared, for reading and writing.
 
-    is_forked: whether children of this process see it too. Raises OSError.
+    is_forked: whether forked children see the mapping too. Raises OSError.
     """
 
     def __cinit__(self, int descriptor, uint64_t nbytes, *, bint is_forked=False):
@@ -45,11 +45,11 @@ cdef class Mapping:
 
     @property
     def address(self):
-        """Where the mapping begins."""
+        """Address at which the mapping begins."""
         return <uintptr_t>self.start
 
     def populate(self, uint64_t offset, uint64_t nbytes):
-        """Give the pages of a range their memory now; OSError where there is none."""
+        """Allocate the pages of a range now. Raises OSError when there is no memory."""
         if madvise(self.start + offset, nbytes, MADV_POPULATE_WRITE) != 0 and errno != EINVAL:
             raise OSError(errno, os.strerror(errno))
 
@@ -63,12 +63,13 @@ cdef class Mapping:
 cdef class Block:
     """Lend nbytes of a mapping from offset on, by the buffer protocol.
 
-    returned: a deque to which the offset is appended at its end, on any thread with the GIL.
+    returned: a deque that gets the offset when the block is freed, on any thread with the GIL.
     """
 
     def __cinit__(self, Mapping mapping not None, uint64_t offset, uint64_t nbytes, returned):
         if offset + nbytes > mapping.nbytes:
-            raise ValueError("a block reaches beyond its mapping")
+            raise ValueError(
+                f"a block of {nbytes} bytes at {offset} exceeds its mapping of {mapping.nbytes}")
         self.mapping = mapping
         self.offset = offset
         self.nbytes = nbytes

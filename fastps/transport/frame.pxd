@@ -16,7 +16,7 @@ cdef packed struct Header:
     uint32_t offset         # of the payload within the partition, bytes
     uint32_t length         # payload bytes that follow
     int32_t status          # ERROR: why the round failed, negative; of a broadcast: root's rank
-    uint32_t subject        # ERROR: who is to blame; of a broadcast: number of root's machine
+    uint32_t subject        # ERROR: member at fault; of a broadcast: number of root's machine
     uint32_t checksum       # crc32c of the 44 bytes before
 
 cdef enum:
@@ -33,9 +33,9 @@ cdef enum FrameKind:
     KIND_BYE = 5            # either way: orderly end of the link, length = 0
     # between workers; key: the channel, key_version: the operation on it, subject: which message
     KIND_MESSAGE = 6        # bytes of a message; status: of how many in all
-    KIND_READY = 7          # I know where a message of `status` bytes goes, send it
-    KIND_OFFER = 8          # I have one of `status` bytes, tell me when you are ready
-    KIND_CREDIT = 9         # `status` bytes that came unasked have been taken
+    KIND_READY = 7          # receiver: the buffer for a message of `status` bytes is ready
+    KIND_OFFER = 8          # sender: announces a message of `status` bytes (rendezvous)
+    KIND_CREDIT = 9         # receiver: `status` bytes of unexpected messages were taken
     KIND_REFUSE = 10        # the operation fails; status: why
     # of a window: key: which, key_version: number of the operation; see graph/_windows.pyx
     KIND_WINDOW = 11
@@ -44,4 +44,4 @@ cdef enum FrameFlag:
     FLAG_AVERAGE = 1        # divide the sum by the number of contributions
     FLAG_NO_RESULT = 2      # the pusher wants an empty RESULT as acknowledgement (broadcast root)
     FLAG_BROADCAST = 4      # the round has one contribution, the root's; others PULL
-    FLAG_PLAIN = 8          # of values that travel encoded: this operation's do not, either way
+    FLAG_PLAIN = 8          # of a tensor with a codec: this operation goes unencoded, both ways

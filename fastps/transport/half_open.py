@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may stand at a door without having shown the token, and who must go for whom: pure.
+"""Which connections may be half open (not authenticated yet), and which one to drop: pure.
 
-Knows visitors, the sources they come from and the times that it is told; never a socket or a
-clock. Whoever stands there costs memory, so their number is bounded; but who is silent must not
-keep out who knows the token. So a newcomer always gets a place, and where there is none the one
-that waits longest goes, of the source that has the most. Invariants: at most `limit` in all, at
-most `per_source` of one source; while callers heed `wait_s`, nobody goes within `grace_s`.
+Knows connections, their sources and the times that callers pass; never a socket or a clock. Each
+half-open connection costs memory, so their number is bounded. But silent connections must not keep
+out a member that knows the token. So a new connection is always accepted; if there are too many,
+the oldest connection of the source with the most is dropped. Invariants: at most `limit` in all
+and `per_source` of one source; while callers observe `wait_s`, none is dropped within `grace_s`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Generic, TypeVar
 
 MAX_HALF_OPEN = 256  # each costs a descriptor and a few KB
 MAX_PER_SOURCE = 128
-GRACE_S = 0.1  # a handshake takes two round trips and some 0.2 ms of our time
+GRACE_S = 0.1  # a handshake takes two round trips and 0.2 ms of processor time
 
-VisitorT = TypeVar("VisitorT", bound=Hashable)
+ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 
-class HalfOpen(Generic[VisitorT]):
-    """The visitors of one process's doors; times are of any clock that only goes forward."""
+class HalfOpen(Generic[ConnectionT]):
+    """The half-open connections of a process; times are of any monotonic clock."""
 
     def __init__(
         self,
@@ -33,43 +33,43 @@ class HalfOpen(Generic[VisitorT]):
         self._limit = limit
         self._per_source = per_source
         self._grace_s = grace_s
-        self._sources: dict[VisitorT, str] = {}
-        self._came: dict[str, dict[VisitorT, float]] = {}  # of each source, the oldest first
+        self._sources: dict[ConnectionT, str] = {}
+        self._opened: dict[str, dict[ConnectionT, float]] = {}  # by source, the oldest first
 
     def __len__(self) -> int:
-        """Count them."""
+        """Return the number of half-open connections."""
         return len(self._sources)
 
-    def enter(self, visitor: VisitorT, source: str, *, now: float) -> VisitorT | None:
-        """Take a newcomer in; give the one that has to go for it, if any."""
-        crowd = self._came.get(source, {})
-        if len(crowd) < self._per_source:
-            crowd = self._busiest() if len(self) >= self._limit else {}
-        leaver = next(iter(crowd), None)
-        if leaver is not None:
-            self.leave(leaver)
-        self._sources[visitor] = source
-        self._came.setdefault(source, {})[visitor] = now
-        return leaver
+    def enter(self, connection: ConnectionT, source: str, *, now: float) -> ConnectionT | None:
+        """Add a connection; return the one to drop for it, or None."""
+        group = self._opened.get(source, {})
+        if len(group) < self._per_source:
+            group = self._busiest() if len(self) >= self._limit else {}
+        dropped = next(iter(group), None)
+        if dropped is not None:
+            self.leave(dropped)
+        self._sources[connection] = source
+        self._opened.setdefault(source, {})[connection] = now
+        return dropped
 
-    def leave(self, visitor: VisitorT) -> None:
-        """Forget one that showed the token or has gone; idempotent."""
-        source = self._sources.pop(visitor, None)
+    def leave(self, connection: ConnectionT) -> None:
+        """Remove a connection that was authenticated or closed; idempotent."""
+        source = self._sources.pop(connection, None)
         if source is not None:
-            del self._came[source][visitor]
-            if not self._came[source]:
-                del self._came[source]
+            del self._opened[source][connection]
+            if not self._opened[source]:
+                del self._opened[source]
 
     def wait_s(self, now: float) -> float:
-        """Return the seconds until a newcomer of any source sends nobody away too early."""
-        crowds = [crowd for crowd in self._came.values() if len(crowd) >= self._per_source]
+        """Return the seconds until a new connection drops none younger than grace_s."""
+        groups = [group for group in self._opened.values() if len(group) >= self._per_source]
         if len(self) >= self._limit:
-            crowds.append(self._busiest())
-        ages = [now - next(iter(crowd.values())) for crowd in crowds]
+            groups.append(self._busiest())
+        ages = [now - next(iter(group.values())) for group in groups]
         return max(self._grace_s - min(ages), 0.0) if ages else 0.0
 
-    def _busiest(self) -> dict[VisitorT, float]:
-        """Return the visitors of the source that has the most; of several, who waits longest."""
+    def _busiest(self) -> dict[ConnectionT, float]:
+        """Return the connections of the source with the most; among equals, the oldest."""
         return max(
-            self._came.values(), key=lambda crowd: (len(crowd), -next(iter(crowd.values())))
+            self._opened.values(), key=lambda group: (len(group), -next(iter(group.values())))
         )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one way into a process: accept connections and let those in that show the token.
+"""The one way into a process: accept connections and authenticate them by the job's token.
 
-Decides nothing about what follows: `welcome` does, and half_open.py who must go when too many
-stand at the door. Bounds what strangers cost: messages of fixed size, a deadline, a number of
-them at once; a flood waits in the kernel. They are counted by kind and logged at the 1st, 10th,
-100th ... time. A Gate lives on the asyncio loop that is running; GateThread brings one.
+Decides nothing about what follows: `on_authenticated` does. half_open.py chooses which connection
+to drop when too many are half open. The cost of strangers is bounded: messages have a fixed size,
+handshakes a deadline, and a flood waits in the kernel. Refused connections are counted by kind and
+logged at the 1st, 10th, 100th ... time. A HandshakeGate runs on the running asyncio loop;
+GateThread makes a thread with a loop of its own.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from fastps.transport.half_open import HalfOpen
 log = logging.getLogger(__name__)
 
 FULL_PAUSE_S = 0.1  # pause when no descriptor is left
-# Gets the connection, who it is and the handshake's last message, and sends that. What it keeps
-# of the connection is a duplicate. If it raises, the other side is told handshake.refusal.
-Welcome: TypeAlias = Callable[[socket.socket, ServerHandshake, bytes], Awaitable[None]]
+# Gets the connection, the handshake (which names the sender) and the handshake's last message,
+# which it has to send. To keep the connection it duplicates it. If it raises, the other side gets
+# handshake.refusal.
+OnAuthenticated: TypeAlias = Callable[[socket.socket, ServerHandshake, bytes], Awaitable[None]]
 NO_PLACE = "no place"
 _KINDS = (
     (TimeoutError, "too slow"),
@@ -41,7 +43,7 @@ _KINDS = (
 
 
 class HandshakeGate:
-    """Accept on bound sockets, TCP or Unix; a connection has timeout_s until welcome ends."""
+    """Accept on bound sockets, TCP or Unix; timeout_s is until on_authenticated has returned."""
 
     def __init__(
         self,
@@ -50,20 +52,20 @@ class HandshakeGate:
         key: bytes | ClaimOf,
         purposes: Collection[Purpose],
         timeout_s: float,
-        welcome: Welcome,
+        on_authenticated: OnAuthenticated,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._listeners = list(listeners)
         self._key = key
         self._purposes = purposes
         self._timeout_s = timeout_s
-        self._welcome = welcome
+        self._on_authenticated = on_authenticated
         self.half_open: HalfOpen[asyncio.Task[None]] = HalfOpen()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._rest: asyncio.TimerHandle | None = None  # while nobody is accepted
+        self._rest: asyncio.TimerHandle | None = None  # while no connection is accepted
 
     def open(self) -> None:
-        """Start to accept."""
+        """Start to accept connections."""
         self._loop = asyncio.get_running_loop()
         self._watch()
 
@@ -74,7 +76,7 @@ class HandshakeGate:
         await self.close()
 
     async def close(self) -> None:
-        """Stop accepting, close the listeners, drop who is not inside yet."""
+        """Stop accepting, close the listeners and drop half-open connections."""
         self._ignore()
         self.close_listeners()
         for task in self._tasks:
@@ -86,7 +88,7 @@ class HandshakeGate:
         sockets.close_all(self._listeners)
 
     def refuse(self, kind: str, peer: object, detail: object) -> None:
-        """Count a stranger; log the 1st, 10th, 100th of its kind."""
+        """Count a refused connection; log the 1st, 10th, 100th of its kind."""
         self.refused[kind] += 1
         if kind == NO_PLACE:  # as two members dial each other at once
             log.debug("%s: %s", peer, detail)
@@ -109,12 +111,12 @@ class HandshakeGate:
             self._loop.remove_reader(listener)
 
     def _pause(self, seconds: float) -> None:
-        """Leave newcomers to the kernel for some time."""
+        """Leave new connections to the kernel's backlog for some time."""
         self._ignore()
         self._rest = self._loop.call_later(seconds, self._watch)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take one connection that waits; a callback, for a cancelled task would lose it."""
+        """Accept one connection. A callback, because a cancelled task would lose it."""
         try:
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
@@ -125,7 +127,7 @@ class HandshakeGate:
             return
         peer = sockets.name_of_peer(sock)
         if sockets.is_unix(sock) and not sockets.is_own_user(sock):
-            self.refuse("another user", peer, "a Unix socket is for our own user")
+            self.refuse("another user", peer, "its Unix socket is for processes of one user")
             sock.close()
             return
         task = self._loop.create_task(self._receive(sock, peer), name=peer)
@@ -137,16 +139,16 @@ class HandshakeGate:
 
     def _enter(self, task: asyncio.Task[None]) -> None:
         now = self._loop.time()
-        leaver = self.half_open.enter(task, task.get_name(), now=now)
-        if leaver is not None:
-            self.refuse("too many half-open", leaver.get_name(), "it had to go for another")
-            leaver.cancel()
+        dropped = self.half_open.enter(task, task.get_name(), now=now)
+        if dropped is not None:
+            self.refuse("too many half-open", dropped.get_name(), "dropped for a newer connection")
+            dropped.cancel()
         wait_s = self.half_open.wait_s(now)
         if wait_s:
             self._pause(wait_s)
 
     def _leave(self, task: asyncio.Task[None]) -> None:
-        """Take one from those at the door; who waits in the kernel may come sooner for it."""
+        """Remove a half-open connection; resume accepting at once if there is room now."""
         self.half_open.leave(task)
         if self._rest is not None and not self.half_open.wait_s(self._loop.time()):
             self._watch()
@@ -162,15 +164,16 @@ class HandshakeGate:
             async with asyncio.timeout(self._timeout_s):
                 accept = await self._follow(sock, handshake.steps())
                 self._leave(task)
-                await self._welcome(sock, handshake, accept)
+                await self._on_authenticated(sock, handshake, accept)
         except (FastPSError, ValueError, OSError) as error:
             kind = next(kind for kinds, kind in _KINDS if isinstance(error, kinds))
-            self.refuse(kind, peer, str(error) or f"not let in within {self._timeout_s:g} s")
+            timeout = f"not authenticated within {self._timeout_s:g} s"
+            self.refuse(kind, peer, str(error) or timeout)
             with contextlib.suppress(OSError):
                 sock.send(handshake.refusal)
 
     async def _follow(self, sock: socket.socket, steps: Steps[bytes]) -> bytes:
-        """Take the steps of a handshake; give what they end with."""
+        """Run the steps of a handshake; return its result."""
         data, nbytes = next(steps)
         while True:
             await self._loop.sock_sendall(sock, data)
@@ -184,13 +187,13 @@ class HandshakeGate:
         while len(data) < nbytes:
             piece = await self._loop.sock_recv(sock, nbytes - len(data))
             if not piece:
-                raise ConnectionResetError("it left before it showed the token")
+                raise ConnectionResetError("the other side left during the handshake")
             data += piece
         return data
 
 
 class GateThread:
-    """Runs a gate on the loop of a thread, fastps:accept."""
+    """Run a gate on the asyncio loop of a thread of its own, fastps:accept."""
 
     def __init__(self, gate: HandshakeGate) -> None:
         self._gate = gate
@@ -199,7 +202,7 @@ class GateThread:
         self._thread = threading.Thread(target=self._run, name="fastps:accept", daemon=True)
 
     def start(self) -> None:
-        """Start to accept."""
+        """Start to accept connections."""
         self._thread.start()
 
     def statistics(self) -> dict[str, int]:
@@ -207,7 +210,7 @@ class GateThread:
         return dict(self._gate.refused)
 
     def close(self, *, timeout_s: float) -> None:
-        """Stop accepting, drop what is half open, join the thread; idempotent."""
+        """Stop accepting, drop half-open connections, join the thread; idempotent."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopped.set)

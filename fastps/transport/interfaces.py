@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which address of this machine a process listens on and tells the others.
+"""The address of this machine on which a process listens, and which the others get.
 
-Never all addresses: the configured host or interface, or else the address from which this
+It is one address, never all: the configured host or interface, else the address from which this
 machine reaches the scheduler. Reads the kernel's tables; starts nothing and sends nothing.
 """
 
@@ -44,8 +44,8 @@ def _address_of_interface(wanted: str) -> str:
     address = _route_to(str(network.network_address + 1))
     if ipaddress.ip_address(address) not in network:
         raise ConfigError(
-            f"FASTPS_INTERFACE={wanted}: this machine has no address in that network; "
-            f"its interfaces are {_interface_names()}"
+            f"FASTPS_INTERFACE={wanted}: this machine has no address in that network; name "
+            f"another network, or one of its interfaces {_interface_names()}"
         )
     return address
 
@@ -60,8 +60,8 @@ def _address_of_name(name: str) -> str:
             if address:
                 return address
             raise ConfigError(
-                f"FASTPS_INTERFACE={name}: no such interface with an address "
-                f"({error.strerror}); its interfaces are {_interface_names()}"
+                f"FASTPS_INTERFACE={name}: this machine has no such interface with an address "
+                f"({error.strerror}); name one of {_interface_names()}"
             ) from error
     return socket.inet_ntoa(answer[20:24])
 
@@ -103,7 +103,7 @@ def _route_to(host: str) -> str:
                 own = str(address[0]) if sockets.is_loopback(str(address[0])) else own
                 continue
             return str(sock.getsockname()[0])
-    if own:  # the loopback is down: others of this machine come by Unix sockets
+    if own:  # the loopback is down: processes of this machine use Unix sockets
         return own
     raise ConfigError(
         f"no route to {host!r} ({failure}); set FASTPS_HOST or FASTPS_INTERFACE to the address "

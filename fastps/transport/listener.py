@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The door for data connections, TCP or Unix: tune who showed the token and hand it over.
+"""The listener for data connections, TCP or Unix: tune authenticated ones and hand them over.
 
 Decides nothing about frames: the C side gets the connection (TcpTransport.adopt). Runs on
 the thread of its gate, fastps:accept.
@@ -19,16 +19,16 @@ from fastps.transport import sockets
 from fastps.transport.handshake_gate import GateThread, HandshakeGate
 from fastps.transport.tcp import prefer_same_host, tune
 
-ADMIT_RETRY_S = 0.005  # how often a connection that came too early asks again
+ADMIT_RETRY_S = 0.005  # interval at which a connection that came too early is offered again
 
 
-# Gets descriptor, sender and packed lane of a connection; may give what is to be done when the
-# other side knows that it was let in.
+# Gets descriptor, sender and packed lane of a connection. May return a function, which is called
+# when the other side has been told that it was accepted.
 Admit: TypeAlias = Callable[[int, int, int], Callable[[], None] | None]
 
 
 class NotYet(Exception):
-    """The owner cannot take this link now, but will soon: a new generation begins."""
+    """The owner cannot take this link yet: a new generation is about to begin."""
 
 
 class Listener(GateThread):
@@ -58,7 +58,7 @@ class Listener(GateThread):
                 key=key,
                 purposes=tuple(admit),
                 timeout_s=timeout_s,
-                welcome=self._hand_over,
+                on_authenticated=self._hand_over,
             )
         )
 
@@ -76,8 +76,8 @@ class Listener(GateThread):
             except NotYet:
                 os.close(descriptor)
             await asyncio.sleep(ADMIT_RETRY_S)
-        # Only now, so that who was accepted is already known. Nothing else is written before: a
-        # store has no results for a worker that has not pushed, and peers get the link after it.
+        # Accept only now, when the owner knows the sender. Nothing else is written before: a store
+        # has no results for a worker that has not pushed, and peers get the link in finish().
         try:
             sock.send(accept)
         finally:

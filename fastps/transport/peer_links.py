@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors of this process, and its links to any other member, each made at its first use.
+"""The listeners of this process, and its links to other members, each made at its first use.
 
-PeerTable decides which of two members' connections becomes the one link between them: both may
-dial at once, and then the connection of the member with the lower number stays; it refuses the
-other's, which is accepted where nobody dials. A PeerLinks object listens; what comes in for the
-store goes there, what peers dial goes, as what it dials itself, to the owner of peer links, who
-knows each peer by its number in the job. Threads: whoever asks for a link, the doors' own, and
-those of the transports. Ways: a Unix socket on one host, RDMA where both ends have a device and
-settings allow it, else TCP, which also takes the place of a link by RDMA over which nothing came.
+PeerTable decides which connection becomes the one link between two members. When both dial at
+once, the connection of the lower number stays: that member refuses the other's. A PeerLinks object
+listens. Connections for the store go to the store. Those of peers, and those that it dials itself,
+go to the owner of peer links, which knows each peer by its number in the job. Threads: those that
+ask for a link, the listener's, and those of the transports. A link uses a Unix socket on one host,
+RDMA where both ends have a device and settings allow it, else TCP. TCP also replaces an RDMA link
+over which nothing arrived.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 3  # a link by RDMA that each of the two dialled, then one without
+ATTEMPTS = 3  # an RDMA link dialled by each of the two, then one by TCP
 
 
 class _Place(Protocol):
-    """How a member is reached: control.protocol.Member is one."""
+    """Where to reach a member; control.protocol.Member has these fields."""
 
     @property
     def role(self) -> str: ...
@@ -63,11 +63,11 @@ class _Place(Protocol):
 
 
 class PeerState(enum.Enum):
-    """How far the link to a peer is."""
+    """State of the link to a peer."""
 
     NONE = "not made"
-    DIALLING = "being dialled"  # by us
-    CHOSEN = "chosen"  # a connection is to be the link; the owner does not have it yet
+    DIALLING = "being dialled"  # by this process
+    CHOSEN = "chosen"  # a connection was selected; the owner does not have the link yet
     OPEN = "open"
 
 
@@ -79,58 +79,59 @@ class PeerTable:
         self._states: dict[int, PeerState] = {}
 
     def state(self, peer: int) -> PeerState:
-        """Return how far the link to a peer is."""
+        """Return the state of the link to a peer."""
         return self._states.get(peer, PeerState.NONE)
 
     def begin(self, peer: int) -> bool:
-        """Ask for a link; True: the caller is to dial. ValueError for a link to ourselves."""
+        """Ask for a link; True: the caller has to dial. ValueError for a link to this member."""
         if peer == self._me:
-            raise ValueError(f"member {peer} needs no link to itself")
+            raise ValueError(f"member {peer} is this process; name another member")
         if self.state(peer) is not PeerState.NONE:
             return False
         self._states[peer] = PeerState.DIALLING
         return True
 
     def admit(self, peer: int) -> None:
-        """Take the peer's connection as the link; NoPlaceError: it is to be closed instead."""
+        """Select the peer's connection as the link; NoPlaceError: close it instead."""
         state = self.state(peer)
         wins = state is PeerState.DIALLING and peer < self._me
         if peer == self._me or not (state is PeerState.NONE or wins):
-            raise NoPlaceError(f"member {peer} dialled while the link to it is {state.value}")
+            raise NoPlaceError(
+                f"refused the connection of member {peer}: the link to it is {state.value}"
+            )
         self._states[peer] = PeerState.CHOSEN
 
     def dialled(self, peer: int) -> bool:
-        """Our connection was let in; False: the peer's has become the link, ours is closed."""
+        """Select our accepted connection; False: the peer's is the link, so close ours."""
         if self.state(peer) is not PeerState.DIALLING:
             return False
         self._states[peer] = PeerState.CHOSEN
         return True
 
     def opened(self, peer: int) -> None:
-        """The owner has the link."""
+        """Note that the owner has the link."""
         self._states[peer] = PeerState.OPEN
 
     def failed(self, peer: int) -> None:
-        """What was chosen carries nothing; the next use makes another."""
+        """Drop a link over which nothing arrived; the next use makes another."""
         if self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN):
             del self._states[peer]
 
     def refused(self, peer: int) -> bool:
-        """Our connection was not let in; True: the peer's own may be under way, wait for it."""
+        """Return whether to wait for the peer's connection, after it has refused ours."""
         return self.state(peer) in (PeerState.CHOSEN, PeerState.OPEN) or peer < self._me
 
     def give_up(self, peer: int) -> None:
-        """Nothing came of it; the next use dials again."""
+        """Note that dialling has failed; the next use dials again."""
         if self.state(peer) is PeerState.DIALLING:
             del self._states[peer]
 
 
 class PeerLinks:
-    """This process's doors and peer links; made before it joins, closed when it has left.
+    """Listeners and peer links of this process; made before it joins, closed when it has left.
 
-    sockets: bound, of Unix and TCP. key_of: that of the links with a member. serve() says whose
-    doors these are before start(); join() whom there is to reach, again for each generation.
-    Thread-safe.
+    sockets: bound, Unix and TCP. key_of: returns the key of the links with a member. Call serve()
+    before start(), and join() with the members of each generation. Thread-safe.
     """
 
     def __init__(
@@ -151,16 +152,16 @@ class PeerLinks:
         self._changed = threading.Condition()  # guards table, owner and transports
         self._tcp: TcpTransport | None = None
         self._rdma: RdmaTransport | None = None
-        self._openings: dict[int, Opening] = {}  # of links by RDMA
-        self._by_tcp: set[int] = set()  # peers to which RDMA carried nothing
+        self._openings: dict[int, Opening] = {}  # of RDMA links
+        self._by_tcp: set[int] = set()  # peers that RDMA does not reach
         self._admit_data: Admit = _refuse
         admit: dict[Purpose, Admit] = {Purpose.DATA: self._take_data, Purpose.PEER: self.admit}
         self._listener = Listener(sockets, config, key=self._claim, admit=admit)
 
-    # ---- doors ----
+    # ---- listening ----
 
     def join(self, places: Sequence[_Place], *, me: int, generation: int) -> None:
-        """Take the members of a job by number; what links there were have ended."""
+        """Take the members of a generation by number; all earlier links have ended."""
         with self._changed:
             self._places, self._me, self._generation = places, me, generation
             self._table = PeerTable(me)
@@ -168,24 +169,24 @@ class PeerLinks:
             self._by_tcp.clear()
 
     def serve(self, admit: Admit) -> None:
-        """Let admit have the connections to the store of this process; the default refuses."""
+        """Pass connections to the store of this process to admit; the default refuses them."""
         self._admit_data = admit
 
     def stop_serving(self) -> None:
-        """Refuse connections to the store from now on: everybody is inside."""
+        """Refuse connections to the store from now on: all members are connected."""
         self._admit_data = _refuse
 
     def link_peers(self, owner: LinkOwner) -> None:
-        """Let owner have the peer links; peers that dialled before are waiting for it."""
+        """Set the owner of peer links; peers that dialled before are waiting for it."""
         with self._changed:
             self._owner = owner
 
     def start(self) -> None:
-        """Open the doors."""
+        """Start to accept connections."""
         self._listener.start()
 
     def _claim(self, _: Purpose, sender: int, lane: int) -> Claim:
-        """Return what a member has to prove who comes to our doors."""
+        """Return the key that a connecting member has to prove."""
         return Claim(self._key_of(sender), f"member {sender}")
 
     def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:
@@ -194,16 +195,18 @@ class PeerLinks:
     # ---- peers ----
 
     def reach(self, peer: int) -> None:
-        """Make the link to a member unless there is one; blocks until it can be used.
+        """Make the link to a member unless there is one; block until it can be used.
 
         Waits at most connect_timeout_s and twice handshake_timeout_s, and three times that where
-        TCP has to take the place of RDMA. Raises ValueError for who is no other member,
-        TransportTimeout, TransportError or AuthError naming it.
+        TCP has to replace RDMA. Raises ValueError for a number that no other member has, and
+        TransportTimeout, TransportError or AuthError that name the member.
         """
         if not 0 <= peer < len(self._places):
-            raise ValueError(f"there is no member {peer}: the job has {len(self._places)}")
+            raise ValueError(f"no member {peer}: the job has members 0 to {len(self._places) - 1}")
         if self._owner is None:
-            raise TransportError("this process has no use for links to its peers")
+            raise TransportError(
+                f"cannot link to {self._name(peer)}: this process has no owner of peer links"
+            )
         for _ in range(ATTEMPTS):
             with self._changed:
                 is_ours = self._table.begin(peer)
@@ -213,10 +216,12 @@ class PeerLinks:
                 self._make(peer)
             if self._is_proven(peer):
                 return
-        raise TransportError(f"no link to {self._name(peer)} carries anything")
+        raise TransportError(
+            f"no link to {self._name(peer)} works after {ATTEMPTS} attempts; check the network"
+        )
 
     def _is_proven(self, peer: int) -> bool:
-        """Wait until a link by RDMA has carried something; False: TCP is to take its place."""
+        """Wait until an RDMA link has carried a message; False: TCP has to replace it."""
         opening = self._openings.get(peer)
         if opening is None:
             return self._table.state(peer) is PeerState.OPEN
@@ -229,7 +234,7 @@ class PeerLinks:
         return True
 
     def _fall_back(self, peer: int, opening: Opening | None) -> None:
-        """Let the next link to a peer be one without RDMA, unless somebody has seen to it."""
+        """Make the next link to a peer use TCP, unless another thread has done so."""
         with self._changed:
             if self._openings.get(peer) is opening:
                 self._openings.pop(peer, None)
@@ -253,10 +258,10 @@ class PeerLinks:
             if self._table.dialled(peer):
                 self._adopt(descriptor, peer, is_rdma=is_rdma, greets_first=True)
                 return
-        os.close(descriptor)  # the peer's own connection is the link
+        os.close(descriptor)  # the peer's connection is the link
 
     def _wait_open(self, peer: int, cause: FastPSError | None = None) -> None:
-        """Wait until somebody else has made the link; the lock is held."""
+        """Wait until another thread or the peer has made the link; the lock is held."""
         timeout_s = self._config.handshake_timeout_s
         deadline = time.monotonic() + timeout_s + (0 if cause else self._config.connect_timeout_s)
         while self._table.state(peer) in (PeerState.DIALLING, PeerState.CHOSEN):
@@ -265,13 +270,14 @@ class PeerLinks:
                 self._table.give_up(peer)
                 self._changed.notify_all()
                 raise cause or TransportTimeout(
-                    f"no link to {self._name(peer)} in {timeout_s:g} s"
+                    f"no link to {self._name(peer)} within {timeout_s:g} s; raise "
+                    "FASTPS_HANDSHAKE_TIMEOUT_S if the machines are overloaded"
                 )
         if self._table.state(peer) is not PeerState.OPEN and peer not in self._by_tcp:
-            raise cause or TransportError(f"the link to {self._name(peer)} could not be made")
+            raise cause or TransportError(f"another thread could not link to {self._name(peer)}")
 
     def lose(self, peer: int) -> None:
-        """Wait no longer for a link to a member that is lost."""
+        """Stop waiting for a link to a member that is lost."""
         with self._changed:
             self._table.give_up(peer)
             self._changed.notify_all()
@@ -283,7 +289,7 @@ class PeerLinks:
     # ---- dialling ----
 
     def _dial(self, member: _Place, peer: int) -> tuple[int, bool]:
-        """Return a connection that the member let in, and whether RDMA is to follow on it."""
+        """Return a connection that the member accepted, and whether RDMA is set up over it."""
         is_rdma = peer not in self._by_tcp and self._takes_rdma(member)
         is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
         descriptor = dial(
@@ -305,13 +311,14 @@ class PeerLinks:
         )
         return is_wanted and self._device_transport() is not None
 
-    # ---- being dialled ----
+    # ---- accepting ----
 
     def admit(self, descriptor: int, sender: int, packed_lane: int) -> Callable[[], None]:
-        """Choose a connection of another member; give what makes it the link.
+        """Select a connection of another member; return the function that makes it the link.
 
-        That is to be called once the other side was told, for from then on frames may follow.
-        Owns the descriptor, except for NotYet. Raises ProtocolError for what cannot be the link.
+        Call that function once the other side knows, because from then on frames may follow. Owns
+        the descriptor, except when it raises NotYet. Raises ProtocolError for a connection that
+        cannot be the link.
         """
         generation, lane = unpack_lane(packed_lane)
         is_rdma = bool(lane & rdma.RDMA_LANE)
@@ -320,7 +327,9 @@ class PeerLinks:
         self._forget_failed(sender)
         try:
             if sender >= len(self._places):
-                raise ProtocolError(f"there is no member {sender}")
+                raise ProtocolError(
+                    f"no member {sender}: the job has members 0 to {len(self._places) - 1}"
+                )
             with self._changed:
                 self._table.admit(sender)
         except FastPSError:
@@ -334,9 +343,9 @@ class PeerLinks:
         return finish
 
     def _forget_failed(self, peer: int) -> None:
-        """Make room for what a peer dials when a link by RDMA came to nothing.
+        """Remove a failed RDMA link to a peer that dials again.
 
-        NotYet: it may know already, and we still wait for the end of that link.
+        NotYet: the peer may know already, while this process still waits for that link to end.
         """
         opening = self._openings.get(peer)
         if opening is None:
@@ -349,7 +358,7 @@ class PeerLinks:
             self._fall_back(peer, opening)
 
     def _adopt(self, descriptor: int, peer: int, *, is_rdma: bool, greets_first: bool) -> None:
-        """Hand a connection to its transport, and with it the link to the owner; lock held."""
+        """Hand a connection to its transport, and the link to its owner; the lock is held."""
         assert self._owner is not None
         if not is_rdma:
             credit = choose_credit(descriptor, self._config)
@@ -365,7 +374,7 @@ class PeerLinks:
         try:
             if transport is None:
                 os.close(descriptor)
-                raise TransportError("it wants RDMA, and our device cannot be used")
+                raise TransportError("the peer asks for RDMA, but the device here cannot be used")
             self._openings[peer] = rdma.begin_link(
                 transport,
                 descriptor,
@@ -380,7 +389,7 @@ class PeerLinks:
             return False
         return True
 
-    # ---- the transports, made at their first use ----
+    # ---- transports, made at their first use ----
 
     def _sockets(self) -> TcpTransport:
         if self._tcp is None:
@@ -393,8 +402,9 @@ class PeerLinks:
         with self._changed:
             if self._rdma is None and self._device.is_usable:
                 self._rdma = rdma.open_transport(self._config, n_links=1)
-                if self._rdma is None:  # that was said, and once is enough
-                    self._device = dataclasses.replace(self._device, reason="it does not open")
+                if self._rdma is None:  # open_transport() has logged why
+                    reason = "its device cannot be opened"
+                    self._device = dataclasses.replace(self._device, reason=reason)
             return self._rdma
 
     def _transports(self) -> list[TcpTransport | RdmaTransport]:
@@ -402,12 +412,12 @@ class PeerLinks:
         return [one for one in (self._tcp, self._rdma) if one is not None]
 
     def hold(self, array: object) -> None:
-        """Pin a large array before its operation begins, where links go by RDMA."""
+        """Pin a large array before its operation begins, where there are RDMA links."""
         if self._rdma is not None:
             self._rdma.hold(array)
 
     def unacknowledged(self) -> list[tuple[int, int, int, int]]:
-        """List the links that send again and again; see TcpTransport."""
+        """List the links that retransmit; see TcpTransport."""
         return [] if self._tcp is None else self._tcp.unacknowledged()
 
     def statistics(self) -> dict[str, int]:
@@ -430,7 +440,7 @@ class PeerLinks:
     # ---- the end ----
 
     def leave(self) -> None:
-        """Let nobody in any more and say BYE on all peer links; idempotent, does not wait long."""
+        """Stop listening and send BYE on all peer links; idempotent, does not wait for them."""
         self._listener.close(timeout_s=self._config.shutdown_timeout_s)
         for transport in self._transports():
             transport.leave()
@@ -441,7 +451,7 @@ class PeerLinks:
         for transport in self._transports():
             transport.close(timeout_s=self._config.shutdown_timeout_s)
         self._tcp = self._rdma = None
-        self._owner = None  # which knows us: its memory is not to wait for the collector
+        self._owner = None  # it refers to this object: free its memory without a collection
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
@@ -452,4 +462,4 @@ class PeerLinks:
 
 def _refuse(descriptor: int, sender: int, lane: int) -> None:
     os.close(descriptor)
-    raise ProtocolError(f"member {sender} wants a link to a store, and nothing is stored here")
+    raise ProtocolError(f"member {sender} asks for a link to a store, but this process has none")

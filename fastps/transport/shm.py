@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory of the processes of one machine: where it comes from and how it is handed round.
+"""Shared memory of the processes of one machine: allocate it and exchange its descriptors.
 
-Memory is a memfd, or an unlinked file of /dev/shm where there are none: it has no name, so it
-collides with nobody's and is gone with its last process, however that ended. Descriptors travel
-over an abstract Unix socket whose name follows from the job's key; both sides prove that they
-know the key, and that they belong to the same user, before anything is handed over.
+Memory is a memfd, or an unlinked file of /dev/shm where the kernel has no memfd. It has no name,
+so names cannot collide, and it is freed with its last process, however that ends. Descriptors
+travel over an abstract Unix socket, whose name is derived from the job's key. Both sides prove
+that they know the key and run as the same user before a descriptor is sent.
 
-Knows nothing of ranks' work; worker/local.py decides what the memory holds. Threads: any one.
+Knows nothing of operations; worker/local.py decides what the memory holds. Threads: any.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ log = logging.getLogger(__name__)
 
 PAGE_BYTES = mmap.PAGESIZE
 PROBE_BYTES = 64 << 10
-CLOSE_S = 5.0  # for the thread of the meeting to end
+CLOSE_S = 5.0  # for the accepting thread to end
 DESCRIPTORS_PER_MESSAGE = 128  # the kernel allows 253
 CGROUP = Path("/sys/fs/cgroup")
-RESERVE_BYTES = 64 << 20  # what an arena leaves of a container's memory
-BACKED_BYTES = (
-    1 << 20
-)  # that get their memory at once: to ask how much is left reads several files
+RESERVE_BYTES = 64 << 20  # that an arena leaves free of a container's memory
+BACKED_BYTES = 1 << 20  # allocated at once: asking for the free memory reads several files
 LINE_BYTES = 64
 PACKED_BYTES = PAGE_BYTES // 2  # the largest blocks that share pages
 SHELF_BYTES = 16 * PAGE_BYTES  # of packed blocks of one size
-# nobody can take memory away from under the others, who would die of SIGBUS
+# No process can shrink the memory, which would kill the others by SIGBUS.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -55,9 +53,9 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_memory(nbytes: int) -> int:
-    """Make nbytes of memory that other processes can map; give its descriptor.
+    """Make nbytes of memory that other processes can map; return its descriptor.
 
-    It takes up room only where it is used. Raises OSError.
+    Pages that are never used take no memory. Raises OSError.
     """
     try:
         descriptor = os.memfd_create("fastps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -88,16 +86,16 @@ def can_share(limit_bytes: int = 0) -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM):
             return ""
     except OSError as error:
-        return f"shared memory is not to be had here: {error.strerror or error}"
+        return f"the system gives no shared memory: {error.strerror or error}"
 
 
 def arena_bytes(limit_bytes: int) -> int:
-    """Return the size of an arena: the limit, or what the machine has."""
+    """Return the size of an arena: the limit, or the machine's memory."""
     return _round_up(limit_bytes or os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES)
 
 
 def memory_left() -> int:
-    """Return the bytes that the machine, or this process's container, has left."""
+    """Return the free bytes of the machine, or of this process's container if those are fewer."""
     return min([_available(), *_cgroup_left()])
 
 
@@ -109,7 +107,7 @@ def _available() -> int:
 
 
 def _cgroup_left() -> list[int]:
-    """List what each control group above this process still allows."""
+    """List the bytes that each control group above this process still allows."""
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/self/cgroup").read_text("ascii").splitlines()
         path = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
@@ -134,9 +132,9 @@ def _left_in(group: Path) -> int | None:
 class Arena:
     """The memory that one process shares with the others of its machine.
 
-    limit_bytes: the most it may hold, 0 for what the machine has. Blocks are page-aligned and
-    have their memory when they are given; what is given back is used again, and never returned
-    to the kernel before the last block is gone. Any thread.
+    limit_bytes: its size, 0 for the machine's memory. Blocks are page-aligned, and their pages are
+    allocated before they are lent. Freed blocks are lent again; the kernel gets the memory back
+    when the last block is gone. Any thread.
     """
 
     def __init__(self, limit_bytes: int = 0) -> None:
@@ -150,7 +148,7 @@ class Arena:
         self._lock = threading.Lock()  # all below; a block's end takes no lock
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, nbytes), sorted
         self._lent: dict[int, int] = {}
-        self._packed: dict[int, deque[int]] = {}  # by size, what may be lent of the shelves
+        self._packed: dict[int, deque[int]] = {}  # by size, free offsets within shelves
         self._shelves: list[Block] = []
         self._returned: deque[int] = deque()  # a block may end on any thread, even within allocate
         self._backed = 0  # bytes from the start that have memory
@@ -159,22 +157,22 @@ class Arena:
         _arenas.add(self)
 
     def holds(self, address: int, nbytes: int) -> bool:
-        """Return whether bytes lie here."""
+        """Return whether a range of addresses lies in this arena."""
         start = self.mapping.address
         return start <= address <= start + self.mapping.nbytes - nbytes
 
     def allocate(self, nbytes: int) -> tuple[Block, int]:
-        """Lend at least nbytes; give the block and its offset.
+        """Lend at least nbytes; return the block and its offset.
 
-        Raises MemoryError that says which limit is reached and how to raise it.
+        Raises MemoryError that names the limit and how to raise it.
         """
-        with self._lock:  # finding memory for a range lets other threads run
+        with self._lock:  # allocating pages releases the GIL
             return self._allocate(nbytes, _round_up(max(nbytes, 1)))
 
     def allocate_packed(self, nbytes: int) -> tuple[Block, int]:
-        """Do allocate(), in a page with other blocks where it is small; aligned to a cache line.
+        """Do allocate(), but let small blocks share pages; they are aligned to cache lines.
 
-        For memory that fastps alone writes. Shelves stay until the arena is gone.
+        For memory that fastps alone writes. Shelves (the shared pages) stay until the arena ends.
         """
         if nbytes > PACKED_BYTES:
             return self.allocate(nbytes)
@@ -189,7 +187,7 @@ class Arena:
             return Block(self.mapping, offset, nbytes, free), offset
 
     def _allocate(self, nbytes: int, size: int) -> tuple[Block, int]:
-        if self._is_next(size):  # as in a loop whose results have one size
+        if self._is_next(size):  # common: a loop whose results have one size
             offset = self._returned.popleft()
             return Block(self.mapping, offset, nbytes, self._returned), offset
         self._take_back()
@@ -201,24 +199,24 @@ class Arena:
                 return Block(self.mapping, offset, nbytes, self._returned), offset
         raise MemoryError(
             f"no {nbytes} bytes of shared memory left: {self.nbytes} are allowed; raise "
-            "FASTPS_SHARED_MEMORY_BYTES"
+            "FASTPS_SHARED_MEMORY_BYTES or use smaller tensors"
         )
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are lent just now."""
+        """Bytes that are lent now."""
         with self._lock:
             self._take_back()
             on_shelves = sum(size * len(free) for size, free in self._packed.items())
             return sum(self._lent.values()) - on_shelves
 
     def freeze(self) -> None:
-        """Lend nothing again that was lent before: a process that is gone may still write it."""
+        """Never lend freed blocks again: a lost process may still write to them."""
         self._is_frozen = True
         self._packed = {}
 
     def close(self) -> None:
-        """Lend nothing any more; what is lent lives on. Idempotent."""
+        """Lend no more blocks; lent ones stay valid. Idempotent."""
         with self._lock:
             self._free.clear()
         if self.descriptor >= 0:
@@ -226,7 +224,7 @@ class Arena:
             self.descriptor = -1
 
     def keep_for(self, children: _Children) -> None:
-        """Lend what is lent now again only when children have ended: they have it too."""
+        """Reuse the blocks that are lent now only after children have ended: they map them too."""
         with self._lock:
             self._take_back()
             self._forget_children()
@@ -236,7 +234,7 @@ class Arena:
         self._inherited = [one for one in self._inherited if not one[0].have_ended()]
 
     def _is_next(self, size: int) -> bool:
-        """Return whether what came back first has just this size, and may be lent as it is."""
+        """Return whether the block freed first has exactly this size and may be lent again."""
         is_plain = bool(self._returned) and not self._is_frozen and not self._inherited
         return is_plain and self._lent[self._returned[0]] == size
 
@@ -256,7 +254,7 @@ class Arena:
         self._free = _merged(self._free)
 
     def _back(self, end: int) -> None:
-        """Make sure that everything below end has memory."""
+        """Allocate the pages below end."""
         if end <= self._backed:
             return
         missing = end - self._backed
@@ -266,17 +264,17 @@ class Arena:
             end, missing = self._backed + ahead, ahead
         if missing + RESERVE_BYTES > left:
             raise MemoryError(
-                f"{missing} bytes of shared memory are needed and the machine, or its "
-                f"container, has {left} left; give it more (docker run --memory), use smaller "
-                "tensors, or set FASTPS_SHARED_MEMORY=0"
+                f"{missing} bytes of shared memory are needed, but the machine or its container "
+                f"has {left} left; give it more (docker run --memory), use smaller tensors, or "
+                "set FASTPS_SHARED_MEMORY=0"
             )
         try:
             os.posix_fallocate(self.descriptor, self._backed, missing)
             self.mapping.populate(self._backed, missing)
         except OSError as error:
             raise MemoryError(
-                f"{missing} bytes of shared memory are not to be had: {error.strerror}; raise "
-                "the limit (docker run --memory, --shm-size; ulimit -f), or set "
+                f"cannot allocate {missing} bytes of shared memory: {error.strerror}; raise the "
+                "limit (docker run --memory, --shm-size; ulimit -f), or set "
                 "FASTPS_SHARED_MEMORY=0"
             ) from error
         self._backed = end
@@ -304,7 +302,7 @@ _forking = threading.local()  # the pipe of the fork under way on this thread
 
 
 class _Children:
-    """What a fork left behind: it holds a pipe open as long as one of it lives."""
+    """The children of one fork: they keep a pipe open as long as one of them lives."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -312,7 +310,7 @@ class _Children:
         self._poll.register(descriptor, select.POLLIN)
 
     def have_ended(self) -> bool:
-        """Return whether nobody holds the other end."""
+        """Return whether the other end of the pipe is closed."""
         return bool(self._poll.poll(0))
 
     def __del__(self) -> None:
@@ -322,7 +320,7 @@ class _Children:
 def _before_fork() -> None:
     _forking.pipe = None
     if any(arena.used_bytes for arena in list(_arenas)):
-        with contextlib.suppress(OSError):  # too many files: then nobody is told apart
+        with contextlib.suppress(OSError):  # too many files: then children are not tracked
             _forking.pipe = os.pipe()
 
 
@@ -346,17 +344,17 @@ os.register_at_fork(
 )  # fmt: skip
 
 
-# ---- handing round ----
+# ---- exchange of descriptors ----
 
 
 def exchange(
     descriptors: Sequence[int], *, ranks: Sequence[int], rank: int, key: bytes, deadline: float
 ) -> list[list[int]]:
-    """Exchange descriptors among all: a list per rank, in the order of ranks.
+    """Exchange descriptors among the ranks of one machine; return a list per rank, in order.
 
-    All of ranks, processes of one machine, call it; each gives its own descriptors, and the
-    lists it gets hold new ones (its own too). The first of ranks leads. deadline:
-    time.monotonic(). Raises TransportTimeout, TransportError, AuthError.
+    All of ranks call it with their own descriptors; the lists have new descriptors (of the caller
+    too). The first of ranks leads. deadline: of time.monotonic(). Raises TransportTimeout,
+    TransportError, AuthError.
     """
     name = "fastps-" + hmac.digest(key, b"meeting of %d" % ranks[0], "sha256").hex()[:32]
     if rank == ranks[0]:
@@ -396,15 +394,18 @@ def _meet(
     key: bytes,
     deadline: float,
 ) -> None:
-    """Fill in the connection of everybody expected, whoever else may come; TimeoutError."""
-    # imported here: who leads nobody does without asyncio
+    """Accept the connections of the expected ranks into peers; TimeoutError."""
+    # imported here: only a leader needs asyncio
     from fastps.transport.handshake_gate import GateThread, HandshakeGate  # noqa: PLC0415
 
     is_complete = threading.Event()
 
-    async def welcome(sock: socket.socket, handshake: ServerHandshake, accept: bytes) -> None:
+    async def add_peer(sock: socket.socket, handshake: ServerHandshake, accept: bytes) -> None:
         if handshake.sender not in expected or handshake.sender in peers:
-            raise TransportError(f"worker {handshake.sender} is not expected here")
+            raise TransportError(
+                f"worker {handshake.sender} is not expected, or is connected already; "
+                f"expected: {list(expected)}"
+            )
         sock.send(accept)
         peers[handshake.sender] = sock.dup()
         if len(peers) == len(expected):
@@ -414,7 +415,9 @@ def _meet(
     left_s = deadline - time.monotonic()
     memory = (Purpose.MEMORY,)
     gate = GateThread(
-        HandshakeGate([listener], key=key, purposes=memory, timeout_s=left_s, welcome=welcome)
+        HandshakeGate(
+            [listener], key=key, purposes=memory, timeout_s=left_s, on_authenticated=add_peer
+        )
     )
     try:
         listener.bind("\0" + name)
@@ -433,13 +436,19 @@ def _follow(
     with _reach(name, deadline) as sock:
         try:
             if not sockets.is_own_user(sock):
-                raise AuthError("the first worker of this machine is another user's")
+                raise AuthError(
+                    "the first worker of this machine runs as another user; run all workers of "
+                    "a machine as one user"
+                )
             handshake = ClientHandshake(key, purpose=Purpose.MEMORY, sender=rank)
             sockets.shake_hands(sock, handshake.steps(), deadline=deadline)
             _send(sock, descriptors)
             found = _receive(sock, count * len(descriptors), deadline)
         except TimeoutError as error:
-            raise TransportTimeout("the first worker of this machine shared no memory") from error
+            raise TransportTimeout(
+                "the first worker of this machine shared no memory in time; is another worker "
+                "stopped? Raise FASTPS_START_TIMEOUT_S"
+            ) from error
         except OSError as error:
             raise TransportError(f"cannot share memory: {error.strerror or error}") from error
     width = len(descriptors)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stream sockets for Python threads: options, listening, connecting, exact reads and writes.
 
-Control connections use them whole, data connections until C takes over. Knows addresses and
-deadlines, nothing of messages but that a handshake has steps. All descriptors are closed on exec
+Control connections use all of it, data connections until C takes over. Knows addresses and
+deadlines; of messages only that a handshake has steps. All descriptors are closed on exec
 (Python's default) and no function here blocks past its deadline. Times are of time.monotonic().
 """
 
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 DISCARD_PORT = 9
 BACKLOG = 1024  # a large job joins at once
 RETRY_FIRST_S, RETRY_LAST_S = 0.01, 0.5
-LOOKUP_S = 10.0  # for a name of this machine, or one that was found just before
+LOOKUP_S = 10.0  # for a name of this machine, or one that was looked up just before
 KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
 KEEPALIVE_INTERVAL_S = 5
 UNIX_PREFIX = "fastps-"
 _LOOPBACK = "127.0.0.1"
 _STAND_IN = "fastps-loopback-"  # and the port
-UNIX_NAME_BYTES = 16  # random ones, so that no two are equal; /proc/net/unix lists all names
-UNIX_BUFFER_BYTES = 4 << 20  # a Unix socket does not grow its buffer by itself as TCP does
-SO_SNDBUFFORCE = 32  # socket(7): beyond net.core.wmem_max, for the privileged
+UNIX_NAME_BYTES = 16  # random, so that names are unique; /proc/net/unix lists them
+UNIX_BUFFER_BYTES = 4 << 20  # unlike TCP, a Unix socket does not grow its buffer
+SO_SNDBUFFORCE = 32  # socket(7): beyond net.core.wmem_max, for privileged processes
 UCRED = struct.Struct("3i")  # pid, uid, gid
 ROOT_UID = 0
 _ABSENT = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 
 
 def tune(sock: socket.socket, user_timeout_s: float) -> None:
-    """Set what every control connection needs: no delay, keepalive, an end to silence."""
+    """Set the options of every TCP connection: no delay, keepalive, a user timeout."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
@@ -56,14 +56,14 @@ def tune(sock: socket.socket, user_timeout_s: float) -> None:
 
 
 def watch_closely(descriptor: int, timeout_s: float) -> None:
-    """Let a silent TCP connection end soon after its peer's machine is gone.
+    """Make an idle TCP connection end soon after its peer's machine has failed.
 
-    For one beside an RDMA link: the device itself notices nothing while it has nothing to send.
+    For the connection of an RDMA link: the device notices no failure while it has nothing to send.
     """
     tries = max(math.ceil(timeout_s), 1)
     sock = socket.socket(fileno=descriptor)
     try:
-        with contextlib.suppress(OSError):  # of another kind of socket
+        with contextlib.suppress(OSError):  # not a TCP socket
             for option, value in (
                 (socket.TCP_KEEPIDLE, 1),
                 (socket.TCP_KEEPINTVL, 1),
@@ -78,8 +78,8 @@ def watch_closely(descriptor: int, timeout_s: float) -> None:
 def listen(host: str, port: int, *, port_setting: str = "FASTPS_PORT") -> list[socket.socket]:
     """Listen on every address of a host name, all on one port; port 0 takes a free one.
 
-    An address family that this machine lacks is passed over. Raises ConfigError, which names
-    the setting that the port came from.
+    Skips address families that this machine lacks. Raises ConfigError that names port_setting,
+    the setting of the port.
     """
     try:
         found = look_up(host, port, flags=socket.AI_PASSIVE, timeout_s=LOOKUP_S)
@@ -137,10 +137,10 @@ def _listen_error(host: str, port: int, port_setting: str, error: OSError) -> Co
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """Listen on a Unix socket with a new name; give both.
+    """Listen on a Unix socket with a new name; return socket and name.
 
-    The name is abstract: no file, gone with the last descriptor, and known in this network
-    namespace alone. Anybody there may connect, so who listens has to ask is_own_user().
+    The name is abstract: no file, gone with the last descriptor, and visible in this network
+    namespace alone. Any process there may connect, so the listener has to check is_own_user().
     """
     name = UNIX_PREFIX + secrets.token_hex(UNIX_NAME_BYTES)
     sock = listen_unix_at(name)
@@ -163,7 +163,7 @@ def listen_unix_at(name: str) -> socket.socket:
 
 
 def connect_unix(name: str, *, deadline: float) -> socket.socket:
-    """Connect to an abstract name, as listen_unix() gives; OSError when nobody here has it."""
+    """Connect to an abstract name of listen_unix(); OSError when no process listens on it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
@@ -175,7 +175,7 @@ def connect_unix(name: str, *, deadline: float) -> socket.socket:
 
 
 def tune_unix(sock: socket.socket) -> None:
-    """Let a Unix socket hold enough that writer and reader rarely wait for each other."""
+    """Enlarge the buffer of a Unix socket, so that writer and reader rarely wait."""
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_BUFFER_BYTES)
         if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < UNIX_BUFFER_BYTES:
@@ -183,9 +183,9 @@ def tune_unix(sock: socket.socket) -> None:
 
 
 def stand_in_for(listeners: Sequence[socket.socket]) -> list[socket.socket]:
-    """Listen on a Unix socket too where sockets are of the loopback alone, and that is down.
+    """Listen on a Unix socket too if all listeners use the loopback interface, and that is down.
 
-    As in a network namespace that nobody has set up. Who connects finds it by the port.
+    As in a new network namespace. Processes that connect derive the name from the port.
     """
     bound = [sock.getsockname()[:2] for sock in listeners if not is_unix(sock)]
     if not bound or not all(is_loopback(str(host)) for host, _ in bound) or has_loopback():
@@ -196,14 +196,14 @@ def stand_in_for(listeners: Sequence[socket.socket]) -> list[socket.socket]:
 
 
 def connect_stand_in(host: str, port: int, *, deadline: float) -> socket.socket:
-    """Connect to what stands in for a port of the loopback; OSError where nothing does."""
+    """Connect to the Unix socket that replaces a loopback port; OSError when there is none."""
     if not (host == "localhost" or is_loopback(host)):
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
     sock = connect_unix(f"{_STAND_IN}{port}", deadline=deadline)
     if is_own_user(sock):
         return sock
-    sock.close()  # any user may take the name, as any may a port
-    raise OSError(errno.EACCES, f"another user stands in for port {port} of the loopback")
+    sock.close()  # any user may take the name, as with a port
+    raise OSError(errno.EACCES, f"another user has the Unix socket for loopback port {port}")
 
 
 def has_loopback() -> bool:
@@ -225,22 +225,24 @@ def is_own_user(sock: socket.socket) -> bool:
 
 
 def name_of_peer(sock: socket.socket) -> str:
-    """Name the machine that the other end is on."""
+    """Return the address of the other end, for logs."""
     try:
         return "a Unix socket" if is_unix(sock) else str(sock.getpeername()[0])
     except OSError:
-        return "unknown: it has gone"
+        return "a closed connection"
 
 
 def inherit(descriptor: int | None) -> list[socket.socket]:
-    """Take over a listening socket that the parent process made; None gives none."""
+    """Take over a listening socket that the parent process made; None: no socket."""
     if descriptor is None:
         return []
     try:
         sock = socket.socket(fileno=descriptor)
         sock.setblocking(False)
     except OSError as error:
-        raise ConfigError(f"--listen-fd {descriptor}: {error.strerror}") from error
+        raise ConfigError(
+            f"--listen-fd {descriptor} is not a socket that the parent passed on: {error.strerror}"
+        ) from error
     return [sock]
 
 
@@ -258,10 +260,10 @@ def look_up(
     flags: int = 0,
     timeout_s: float,
 ) -> list[Any]:
-    """Return what socket.getaddrinfo() does, or socket.gaierror after timeout_s seconds.
+    """Do socket.getaddrinfo() with a timeout: raise socket.gaierror after timeout_s seconds.
 
-    A resolver that is not answered may try for minutes and cannot be stopped, so a thread waits
-    for it, and is left behind if need be. Addresses in digits need none.
+    A resolver without an answer may retry for minutes and cannot be stopped. So a thread waits for
+    it, and is abandoned at the timeout. Numeric addresses need no resolver.
     """
     with contextlib.suppress(socket.gaierror, UnicodeError):
         return socket.getaddrinfo(host, port, type=kind, flags=flags | socket.AI_NUMERICHOST)
@@ -278,7 +280,7 @@ def look_up(
     thread.join(max(timeout_s, 0.0))
     answer = answers[0] if answers else _silence(timeout_s)
     if isinstance(answer, UnicodeError):
-        raise socket.gaierror(socket.EAI_NONAME, f"it cannot be a name: {answer}") from answer
+        raise socket.gaierror(socket.EAI_NONAME, f"invalid name: {answer}") from answer
     if isinstance(answer, OSError):
         raise answer
     found: list[Any] = answer
@@ -287,8 +289,8 @@ def look_up(
 
 def _silence(timeout_s: float) -> socket.gaierror:
     text = (
-        f"the name service (DNS) did not answer within {timeout_s:.3g} s: mend "
-        "/etc/resolv.conf, or give an address in digits"
+        f"the name service (DNS) did not answer within {timeout_s:.3g} s: repair "
+        "/etc/resolv.conf, or use a numeric address"
     )
     return socket.gaierror(socket.EAI_AGAIN, text)
 
@@ -311,7 +313,7 @@ def connect(
     for index, (family, _, _, _, address) in enumerate(found):
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # one address that does not answer leaves time for the others
+            # an address that does not answer leaves time for the others
             share_s = (deadline - time.monotonic()) / (len(found) - index)
             sock.settimeout(max(share_s, 0.001))
             if prepare is not None:
@@ -328,13 +330,13 @@ def connect(
 
 
 def _refuse_self(sock: socket.socket) -> None:
-    """Undo a connection to itself: the kernel makes one when our own port is the target's."""
+    """Refuse a connection to itself: TCP makes one when the local port equals the target port."""
     if sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError(errno.ECONNREFUSED, "nothing listens on the port")
 
 
 def shake_hands(sock: socket.socket, steps: Steps[Result], *, deadline: float) -> Result:
-    """Take one side's steps of a handshake; errors of write_all, read_exactly and the steps."""
+    """Run one side of a handshake; raises errors of write_all, read_exactly and the steps."""
     data, nbytes = next(steps)
     while True:
         write_all(sock, data, deadline=deadline)
@@ -373,7 +375,7 @@ def read_blocking(sock: socket.socket, nbytes: int) -> bytes | bytearray:
 def write_all(sock: socket.socket, data: bytes | bytearray, *, deadline: float) -> None:
     """Write to a blocking socket without waiting past the deadline; OSError, TimeoutError.
 
-    After an error the connection is of no more use: part of the data may have gone.
+    After an error the connection is unusable: part of the data may have been sent.
     """
     view = memoryview(data)
     while view:
@@ -387,11 +389,11 @@ def _wait_writable(sock: socket.socket, deadline: float) -> None:
     poll = select.poll()
     poll.register(sock, select.POLLOUT)
     if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
-        raise TimeoutError("the other side does not read")
+        raise TimeoutError("the other side does not read: its buffer is full")
 
 
 def own_end(sock: socket.socket) -> str:
-    """Return our address of a connected socket; that of the loopback for a Unix socket."""
+    """Return the local address of a connected socket; for a Unix socket, the loopback's."""
     return _LOOPBACK if is_unix(sock) else str(sock.getsockname()[0])
 
 
@@ -403,7 +405,7 @@ def is_same_host(sock: socket.socket) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Return whether a numeric address is one that this machine would send from to reach it."""
+    """Return whether a numeric address belongs to this machine, by its routes."""
     if is_loopback(host):
         return True
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes over each link of a process: to whom, by what, and how many bytes. Pure."""
+"""The traffic of each link of a process: peer, kind of link and bytes. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WAYS = {int(socket.AF_UNIX): "Unix", -1: "memory"}
 
 
 class Traffic(NamedTuple):
-    """The links to one member by one way, taken together; bytes since they were made."""
+    """The links of one kind to one member, added up; bytes since they were made."""
 
     peer: int
     way: str  # RDMA, TCP, Unix, memory, or pipe: frames in shared memory
@@ -27,13 +27,13 @@ class HasLinks(Protocol):
 
 
 def traffic(transport: HasLinks | None, way: str = "") -> Iterator[Traffic]:
-    """List the links of a transport; way: where sockets do not say by what."""
+    """Yield the links of a transport; way: their kind, where the socket's family does not tell."""
     for peer, family, sent, received, _ in () if transport is None else transport.each():
         yield Traffic(peer, way or _WAYS.get(family, "TCP"), sent, received)
 
 
 def together(found: Iterable[Traffic]) -> list[Traffic]:
-    """Add up those to the same member by the same way, in the order of members."""
+    """Add up links of the same kind to the same member, in the order of members."""
     sums: dict[tuple[int, str], tuple[int, int]] = {}
     for peer, way, sent, received in found:
         before = sums.get((peer, way), (0, 0))

@@ -160,7 +160,7 @@ def test_a_peer_that_is_not_ready_yet_is_waited_for(make):
     party.nodes[0].link_peers(party.boxes[0])
     dialling = threading.Thread(target=party.nodes[0].reach, args=(1,))
     dialling.start()
-    with pytest.raises(TransportError, match="no use for links"):
+    with pytest.raises(TransportError, match="no owner of peer links"):
         party.nodes[1].reach(0)
     party.nodes[1].link_peers(party.boxes[1])
     dialling.join(TIMEOUT_S)

@@ -21,7 +21,7 @@ from fastps.transport.interfaces import own_address
 HOST = "silent.example"
 LIMIT_S = 0.3
 SOON_S = 5.0  # a resolver that is not answered tries for 10 s and more
-SILENT = r"name service \(DNS\) did not answer within 0\.\d+ s: mend /etc/resolv\.conf"
+SILENT = r"name service \(DNS\) did not answer within 0\.\d+ s: repair /etc/resolv\.conf"
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,7 @@ def test_rdma_without_a_device_is_refused_at_once():
     for end, why in zip(found, ("the peer has no", "the kernel knows no"), strict=True):
         assert end["type"] == "ConfigError", found
         assert f"FASTPS_TRANSPORT=rdma, but {why} RDMA device" in end["text"], found
-        assert "fastps doctor tells more" in end["text"], found
+        assert "see `fastps doctor`" in end["text"], found
         assert end["after_s"] < SOON_S, found
 
 
@@ -156,7 +156,7 @@ def test_rdma_without_a_device_is_refused_at_once():
 
 def is_gone(text: str, peer: int) -> bool:
     """Tell whether an error says that a machine is gone, by whichever noticed it first."""
-    device, connection = "transport retry counter exceeded", "its machine does not answer"
+    device, connection = "transport retry counter exceeded", "the peer's machine does not answer"
     return any(f"on the link to peer {peer}: {why}" in text for why in (device, connection))
 
 

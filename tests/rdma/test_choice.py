@@ -63,7 +63,7 @@ def test_a_missing_device_is_an_error_only_where_rdma_is_asked_for(monkeypatch):
         assert rdma.look_up(settings(transport=transport)).usable_gid == ""
     found = rdma.look_up(settings())
     assert rdma.wants_rdma("auto", found, GID) == (False, "no path")
-    with pytest.raises(ConfigError, match="FASTPS_TRANSPORT=rdma, but no path; fastps doctor"):
+    with pytest.raises(ConfigError, match="FASTPS_TRANSPORT=rdma, but no path; see `fastps"):
         rdma.wants_rdma("rdma", found, GID)
     with pytest.raises(ConfigError, match="the peer has no RDMA device that it can use"):
         rdma.wants_rdma("rdma", DEVICE, "")

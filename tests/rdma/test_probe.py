@@ -187,7 +187,7 @@ def test_linking_pyverbs(tmp_path):
         rdma.link_pyverbs(site, installed=installed)
     installed.mkdir()
     (installed / "qp.cpython-27-x86_64-linux-gnu.so").touch()
-    with pytest.raises(ConfigError, match="another Python"):
+    with pytest.raises(ConfigError, match="was not built for"):
         rdma.link_pyverbs(site, installed=installed)
     tag = "cpython-{}{}".format(*rdma.sys.version_info[:2])
     (installed / f"qp.{tag}-x86_64-linux-gnu.so").touch()
@@ -196,5 +196,5 @@ def test_linking_pyverbs(tmp_path):
         assert link.resolve() == installed
     link.unlink()
     link.mkdir()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="is not a symbolic link"):
         rdma.link_pyverbs(site, installed=installed)

@@ -68,10 +68,10 @@ def test_both_sides_have_one_and_the_same_link(steps):
 def test_a_second_connection_is_refused():
     table = PeerTable(1)
     table.admit(3)
-    with pytest.raises(NoPlaceError, match="member 3 dialled while the link to it is chosen"):
+    with pytest.raises(NoPlaceError, match="connection of member 3: the link to it is chosen"):
         table.admit(3)
     table.opened(3)
-    with pytest.raises(NoPlaceError, match="member 3 dialled while the link to it is open"):
+    with pytest.raises(NoPlaceError, match="member 3: the link to it is open"):
         table.admit(3)
     assert not table.begin(3)
 
@@ -101,7 +101,7 @@ def test_what_carries_nothing_makes_room_for_another():
 
 def test_nobody_dials_itself():
     table = PeerTable(1)
-    with pytest.raises(ValueError, match="itself"):
+    with pytest.raises(ValueError, match="is this process"):
         table.begin(1)
     with pytest.raises(NoPlaceError):
         table.admit(1)

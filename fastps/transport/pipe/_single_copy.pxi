@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: payloads that go from where they lie into the reader's memory, by one
-# copy that both ends do.
+# Part of _transport.pyx: single copy. Large payloads go from the sender's memory into the reader's
+# by one copy, which both processes do together.
 #
-# The frame says where the payload lies. The reader takes parts of it from the front, and says
-# where it wants them; a writer that has time takes parts from the end and writes them there:
-# memory of the other's arena by an ordinary copy, other memory by process_vm_readv and writev.
-# Each takes half of the parts that are left, up to MOST_PART: few calls, 2 us each for the kernel,
-# and small ones at last, so both end at once. Parts are taken by changing `share`, so nobody does
-# one twice, and the writer says that it is writing before it takes any: so when all parts are
-# taken and nobody writes, the frame has been read, and the memory is its owner's again.
+# The frame has the address of the payload. The reader publishes the destination and claims parts
+# from the front. A writer that has time claims parts from the end and writes them there. Memory of
+# the other's arena is copied by memcpy, other memory by process_vm_readv and process_vm_writev.
+# Each claim takes half of the remaining parts, up to MOST_PART: few system calls of 2 us each, and
+# small parts at last, so that both finish together. Claims change `share` atomically, so no part
+# is copied twice. The writer sets `writing` before it claims a part. So when all parts are claimed
+# and `writing` is not ACTIVE, the frame has been read, and its memory belongs to its owner again.
 #
-# Each rank shows a number that only its process has, and where that lies: who can read it there
-# has the right to, and looks at the same process, in the same container. It is looked at again
-# after a frame and before a part is written, for a process that died may have its number used
-# again. What cannot be read or written where it lies (a device's memory, or that of a process
-# that has closed it) is declined, and comes again through the pipe.
+# Each rank publishes a number (token) that only its process has, and the address of that number. A
+# rank that reads the number there has access, and to the right process, in the same container. The
+# number is read again after each frame and before a part is written, because the kernel may reuse
+# the process id of a peer that died. A payload that cannot be read or written directly (a device's
+# memory, or a process that denies access) is declined and sent again through the pipe.
 
 cdef extern from "<sys/uio.h>" nogil:
     struct iovec:
@@ -34,24 +34,24 @@ cdef enum:
     LEAST_PART = 64 << 10
     MOST_PART = 512 << 10
     PARTS = 16                  # of a frame, if they are not too large or too small
-    FIRST_SHIFT = 24            # a share: round, the first part that is left, end of the last
+    FIRST_SHIFT = 24            # a share: round, first unclaimed part, end of the unclaimed parts
     ROUND_SHIFT = 48
     PART_MASK = (1 << 24) - 1
     ROUND_MASK = (1 << 15) - 1
-    FENCE_NAPS = 20000          # for a writer that is to stop, of
+    FENCE_NAPS = 20000          # to wait for a writer that has to stop, of
     FENCE_NAP_US = 50
 
-cdef enum Writing:              # what the writer does with a part that it has taken
+cdef enum Writing:              # what the writer does with a part that it has claimed
     IDLE = 0
     ACTIVE = 1
-    FAILED = 2                  # it could not write it; IDLE again once the reader knows
+    FAILED = 2                  # the write failed; IDLE again once the reader knows
 
 
-# ---------------------------------------------------------------- whose memory it is
+# ---------------------------------------------------------------- access to the peer's memory
 
 cdef bint copy_remote(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
                       bint is_read) noexcept nogil:
-    """Copy from or to the peer's memory; False: some of it cannot be reached."""
+    """Copy from or to the peer's memory; False: some of it cannot be accessed."""
     cdef iovec here, there
     cdef uint64_t done = 0
     cdef ssize_t count
@@ -88,7 +88,7 @@ cdef void reach_piece(void* context, int64_t piece) noexcept nogil:
 
 cdef bint copy_remote_part(PipeLink* link, char* ours, int64_t theirs, uint64_t nbytes,
                            uint64_t of, bint is_read) noexcept nogil:
-    """Do copy_remote() for a part of a message, with whatever copiers are idle."""
+    """Do copy_remote() for a part of a message, with idle threads of the copy pool."""
     cdef Reach one
     if not copy_pool_wanted(of):
         return copy_remote(link, ours, theirs, nbytes, is_read)
@@ -99,7 +99,7 @@ cdef bint copy_remote_part(PipeLink* link, char* ours, int64_t theirs, uint64_t 
 
 
 cdef int check_peer(PipeLink* link) noexcept nogil:
-    """OK: the peer's process is there; E_PEER_LOST: it is not; E_SHUTDOWN: it is closed to us."""
+    """OK: the peer's process lives; E_PEER_LOST: it has ended; E_SHUTDOWN: it denies access."""
     cdef int64_t token = 0
     if copy_remote(link, <char*>&token, link.token_at, sizeof(token), True):
         return OK if token == link.token else E_PEER_LOST
@@ -107,7 +107,7 @@ cdef int check_peer(PipeLink* link) noexcept nogil:
 
 
 cdef void probe_peer_memory(PipeLink* link) noexcept nogil:
-    """Find out, once both show their numbers, whether we can read the peer's memory; tell it."""
+    """Test, once both tokens are set, whether we can read the peer's memory; let the peer know."""
     cdef Mail* mail = &link.pipes.mail[link.index]
     if link.is_probed or not link.pipes.token or not fps_load64(&mail.token):
         return
@@ -119,7 +119,7 @@ cdef void probe_peer_memory(PipeLink* link) noexcept nogil:
 
 
 cdef bint can_go_whole(PipeLink* link, const SendItem* item) noexcept nogil:
-    """Whether the reader may take an item from where it lies."""
+    """Return whether the reader may copy an item directly from its memory."""
     return (item.is_whole and item.cursor == 0 and item.nbytes >= WHOLE_BYTES and link.is_probed
             and fps_load64(&link.out.is_readable) != 0)
 
@@ -140,20 +140,20 @@ cdef inline int64_t parts_left(int64_t share) noexcept nogil:
 
 
 cdef inline int64_t parts_to_take(int64_t share, uint64_t nbytes) noexcept nogil:
-    """Half of what is left, of MOST_PART bytes at most; 0: nothing is left."""
+    """Return half of the unclaimed parts, of MOST_PART bytes at most; 0: none is left."""
     cdef int64_t left = parts_left(share)
     return min((left + 1) / 2, <int64_t>(MOST_PART / part_bytes(nbytes))) if left > 0 else 0
 
 
 cdef void share_out(Pipe* pipe, uint64_t nbytes) noexcept nogil:
-    """Let parts be taken; of a round of its own, so nobody takes one that he meant elsewhere."""
+    """Publish the parts of a frame; a new round number makes claims of earlier frames fail."""
     cdef int64_t turn = (fps_load64(&pipe.share) >> ROUND_SHIFT) + 1 & ROUND_MASK
     cdef int64_t parts = (nbytes + part_bytes(nbytes) - 1) / part_bytes(nbytes)
     fps_store64(&pipe.share, turn << ROUND_SHIFT | parts)
 
 
 cdef int64_t claim_front(Pipe* pipe, uint64_t nbytes, int64_t* first) noexcept nogil:
-    """Take the first parts that are left; give how many."""
+    """Claim the first unclaimed parts; return their number."""
     cdef int64_t share = fps_load64(&pipe.share)
     cdef int64_t count = parts_to_take(share, nbytes)
     while count and not fps_cas64(&pipe.share, share, share + (count << FIRST_SHIFT)):
@@ -164,16 +164,16 @@ cdef int64_t claim_front(Pipe* pipe, uint64_t nbytes, int64_t* first) noexcept n
 
 
 cdef void claim_remaining(Pipe* pipe) noexcept nogil:
-    """Have nobody take any further part."""
+    """Claim all remaining parts, so that no more are copied."""
     cdef int64_t share = fps_load64(&pipe.share)
     while not fps_cas64(&pipe.share, share, share - parts_left(share)):
         share = fps_load64(&pipe.share)
 
 
-# ---------------------------------------------------------------- reading; whoever steps
+# ---------------------------------------------------------------- reading; stepping thread
 
-cdef int took_whole(PipeLink* link) noexcept nogil:
-    """Tell the owner that a payload is in its place, or comes again."""
+cdef int deliver_whole(PipeLink* link) noexcept nogil:
+    """Deliver a payload, or with a length of 0 one that comes again."""
     link.link.stats.reads += 1
     link.link.stats.frames_received += 1
     link.link.stats.bytes_received += HEADER_BYTES + link.whole.length
@@ -181,9 +181,9 @@ cdef int took_whole(PipeLink* link) noexcept nogil:
 
 
 cdef int open_whole(PipeLink* link, const Place* place, int64_t end) noexcept nogil:
-    """Ask the owner where a payload goes, and let its parts be taken."""
+    """Ask the owner where a payload goes, and publish its parts."""
     cdef int status
-    link.whole = place.header           # what we check is what we use
+    link.whole = place.header           # a copy: the writer cannot change it after the check
     link.source = place.address
     link.seen = seen_at(link, link.source, link.whole.length)
     status = header_check(&link.whole)
@@ -195,18 +195,18 @@ cdef int open_whole(PipeLink* link, const Place* place, int64_t end) noexcept no
     link.target = <char*>link.link.owner.whole(
         link.link.owner.context, &link.link, &link.whole, &status)
     if status != OK or link.target == NULL:
-        return status if status != OK else took_whole(link)
+        return status if status != OK else deliver_whole(link)
     link.is_reading = True
     link.is_spoiled = False
     fps_store64(&link.inlet.whole_end, end)
     fps_store64(&link.inlet.place, <int64_t>link.target)
     share_out(link.inlet, link.whole.length)
-    tell(link)                          # it may help
+    notify_peer(link)                   # it may help
     return OK
 
 
 cdef char* seen_at(PipeLink* link, int64_t theirs, uint64_t nbytes) noexcept nogil:
-    """Where memory of the peer lies for us, if it is its arena's; else NULL."""
+    """Return our address of memory in the peer's arena; NULL: it is not in the arena."""
     cdef int64_t offset = theirs - link.pipes.mail[link.index].arena
     cdef int64_t room = <int64_t>(link.pipes.arena_bytes[link.index] - nbytes)
     return link.pipes.arenas[link.index] + offset if 0 <= offset <= room else NULL
@@ -226,7 +226,7 @@ cdef void read_parts(PipeLink* link, int64_t part, int64_t count) noexcept nogil
 
 
 cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
-    """No part of a payload is left, and nobody writes: it is there, or has to come again."""
+    """Finish a payload whose parts are all copied; decline it if a copy has failed."""
     cdef int status
     if fps_load64(&link.inlet.writing) == FAILED:
         link.is_spoiled = True
@@ -241,11 +241,11 @@ cdef int close_whole(PipeLink* link, int64_t end) noexcept nogil:
     if link.is_spoiled:
         link.whole.length = 0
         fps_store64(&link.inlet.declined, end)
-    return took_whole(link)
+    return deliver_whole(link)
 
 
 cdef bint read_whole(PipeLink* link, const Place* place, int64_t end, int* status) noexcept nogil:
-    """Do some of what lies in the writer's memory; False: it waits for the writer."""
+    """Copy some parts of a payload in the writer's memory; False: it waits for the writer."""
     cdef int64_t part, count
     if not link.is_reading:
         status[0] = open_whole(link, place, end)
@@ -255,13 +255,13 @@ cdef bint read_whole(PipeLink* link, const Place* place, int64_t end, int* statu
         read_parts(link, part, count)
         return True
     if fps_load64(&link.inlet.writing) == ACTIVE or fps_load64(&link.inlet.declined):
-        return False                    # both the writer's, who tells
+        return False                    # the writer will change both and notify us
     status[0] = close_whole(link, end)
     return True
 
 
 cdef bint is_written(PipeLink* link) noexcept nogil:
-    """Whether the writer has a part of ours under its hands; it gets no further one."""
+    """Return whether the writer is writing to our memory; it can claim no further part."""
     if not link.is_reading:
         return False
     link.is_spoiled = True
@@ -270,10 +270,10 @@ cdef bint is_written(PipeLink* link) noexcept nogil:
 
 
 cdef void revoke_writer(PipeLink* link) noexcept nogil:
-    """See to it that memory which goes back to its owner is not written any more.
+    """Fence off the writer: it must not write memory that goes back to its owner.
 
-    The writer is through in microseconds. A process that is stopped just there, and given up by
-    the job, is killed: it may go on at any time.
+    The writer finishes its part in microseconds. A process that was stopped (SIGSTOP) just then,
+    and that the job has given up, is killed: it could continue at any time.
     """
     cdef int naps
     for naps in range(FENCE_NAPS):
@@ -287,10 +287,10 @@ cdef void revoke_writer(PipeLink* link) noexcept nogil:
         usleep(FENCE_NAP_US)
 
 
-# ---------------------------------------------------------------- writing; whoever steps
+# ---------------------------------------------------------------- writing; stepping thread
 
 cdef SendItem* loan_until(PipeLink* link, int64_t end) noexcept nogil:
-    """The item whose frame ends there, or NULL."""
+    """Return the lent item whose frame ends at a position, or NULL."""
     cdef SendItem* found = NULL
     cdef Loan* loan
     cdef uint32_t i
@@ -318,14 +318,14 @@ cdef bint write_parts(PipeLink* link, const SendItem* item, int64_t part,
 
 
 cdef bint help_reader(PipeLink* link) noexcept nogil:
-    """Write some, from the end, of what the reader is reading; False: none is left."""
+    """Write some parts, from the end, of the frame being read; False: none is left."""
     cdef Pipe* out = link.out
     cdef SendItem* item
     cdef int64_t share, count = 0
     cdef bint has_taken, is_done = True
     if link.is_helpless or parts_left(fps_load64(&out.share)) <= 0:
         return False
-    fps_swap64(&out.writing, ACTIVE)    # before any part is ours
+    fps_swap64(&out.writing, ACTIVE)    # before a part is claimed
     share = fps_load64(&out.share)
     item = loan_until(link, fps_load64(&out.whole_end))
     if item != NULL:
@@ -333,9 +333,9 @@ cdef bint help_reader(PipeLink* link) noexcept nogil:
     has_taken = count and fps_cas64(&out.share, share, share - count)
     if has_taken:
         is_done = write_parts(link, item, (share & PART_MASK) - count, count)
-    link.is_helpless = not is_done      # the reader does better without
+    link.is_helpless = not is_done      # try no more: the reader copies alone
     fps_store64(&out.writing, IDLE if is_done else FAILED)
     fps_fence()
     if parts_left(fps_load64(&out.share)) <= 0:
-        tell(link)                      # it may wait for that
+        notify_peer(link)               # it may wait for that
     return has_taken

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Links between the ranks of one machine, by pipes in shared memory.
 
-Theory of operation. Each rank has a pipe to each other: a ring of frames that the writer fills
-and the reader empties. A payload that lies in the writer's arena stays there, and the frame says
-where; any other is copied into the pipe, and out of it by the reader, or, where both may reach
-into each other's memory, goes from one to the other (_single_copy.pxi). So an item is `sent` when
-its bytes are in the pipe, or, if they are lent, when the reader has read past its last frame.
-The reader hands the payload to its owner by address (`adopt`): that takes what it wants before it
-returns, and no byte is copied between.
+Theory of operation. Each rank has a pipe to each other rank: a ring of frames that the writer
+fills and the reader empties. A payload in the writer's arena stays there; the frame has its
+offset. Any other payload is copied into the pipe, and out of it by the reader. Where both
+processes may access each other's memory, large payloads are copied once instead
+(_single_copy.pxi). So an item is `sent` when its bytes are in the pipe or, if they are lent, when
+the reader has read past its last frame. The reader hands the payload to its owner by address
+(`adopt`). The owner takes what it needs before it returns, so no byte is copied in between.
 
-There is no thread here. Whoever has time steps, one thread of a rank at a time; senders write
-what there is room for themselves. News are told by a bit in the other's mail, before it is woken.
-Memory of a pipe is touched when it is used, so a rank pays for whom it talks to.
+This module has no thread. A thread of the rank that has time calls pipes_step(), one at a time;
+senders write as much as there is room for. A writer sets a bit in the other rank's Mail before it
+wakes that rank. Pages of a pipe are touched when they are used, so a rank takes memory only for
+the peers that it talks to.
 """
 
 cimport cython
@@ -46,25 +47,25 @@ cdef extern from "<sys/prctl.h>" nogil:
 
 cdef enum:
     INLINE = -1                 # the payload follows
-    SKIP = -2                   # no frame: go on at the start of the pipe
+    SKIP = -2                   # no frame: continue at the start of the pipe
     WHOLE = -3                  # the payload lies in the writer's own memory, at an address
-    # Bytes of a pipe. What is in flight in a large one lets two processes copy at memory speed;
-    # but all pairs of ranks have addresses for theirs, and memory for what they used of it.
+    # Bytes of a pipe. A large pipe lets two processes copy at memory speed. But every pair of
+    # ranks needs address space for its pipes, and memory for the pages that it has used.
     FEW_RANKS = 4
     LARGE_PIPE = 1 << 22
     SOME_RANKS = 16
     MIDDLE_PIPE = 1 << 20
     SMALL_PIPE = 1 << 19
     FRAMES_PER_PIPE = 3         # as many of the longest frames fit
-    BOTH_WAYS_BYTES = 1 << 20   # ahead of a reader who writes to us as well, at most
-    TELL_BYTES = 16 << 10       # written, until a reader who waits begins
-    BATCH = 16                  # items given back at a time
+    BOTH_WAYS_BYTES = 1 << 20   # most bytes ahead of a reader that writes to us as well
+    TELL_BYTES = 16 << 10       # written before a waiting reader is woken
+    BATCH = 16                  # items returned to their owners at a time
     QUEUE_HINT = 16
 
 cdef enum Way:                  # how the bytes of an item travel
     COPIED = 0                  # through the pipe
     LENT = 1                    # from our arena
-    BY_ADDRESS = 2              # from wherever they lie, whole
+    BY_ADDRESS = 2              # from the sender's private memory, by one copy
 
 
 # ---------------------------------------------------------------- places in the memory
@@ -83,12 +84,12 @@ cdef inline uint32_t lines(uint32_t nbytes) noexcept nogil:
 
 
 cdef inline int64_t bit_of(uint32_t member) noexcept nogil:
-    """Give a member's bit in its word of 64."""
+    """Return a member's bit in its word of 64."""
     return <int64_t>(<uint64_t>1 << (member & 63))
 
 
-cdef void tell(PipeLink* link, bint is_all=True) noexcept nogil:
-    """Let the peer know of news in one of our two pipes; not is_all: only who waits for it."""
+cdef void notify_peer(PipeLink* link, bint is_all=True) noexcept nogil:
+    """Notify the peer of progress in one of our pipes; not is_all: wake only waiting threads."""
     fps_or64(&link.pipes.mail[link.index].news[link.pipes.me >> 6], bit_of(link.pipes.me))
     fps_fence()
     link.pipes.wake(link.pipes.context, link.index, is_all)
@@ -103,7 +104,7 @@ cdef inline bint is_in_arena(Pipes* pipes, const SendItem* item) noexcept nogil:
 
 
 cdef inline uint32_t next_length(PipeLink* link, const SendItem* item) noexcept nogil:
-    """Bytes of an item's next frame: chunks, as far as they fit a pipe."""
+    """Return the bytes of an item's next frame: a chunk, as far as it fits a pipe."""
     cdef uint32_t left = item.nbytes - item.cursor
     cdef uint32_t most = link.pipes.capacity / FRAMES_PER_PIPE - LINE
     if item.chunk_bytes and left > item.chunk_bytes and link.current_way != BY_ADDRESS:
@@ -112,7 +113,7 @@ cdef inline uint32_t next_length(PipeLink* link, const SendItem* item) noexcept 
 
 
 cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
-    """Find room for a frame of nbytes with its line; NULL: the reader has to move on first."""
+    """Find room for a frame of nbytes with its line; NULL: the reader has to read first."""
     cdef Pipes* pipes = link.pipes
     cdef int64_t tail = link.out.tail, head = fps_load64(&link.out.head)
     cdef int64_t rest = pipes.capacity - tail % pipes.capacity
@@ -131,7 +132,7 @@ cdef Place* claim(PipeLink* link, uint32_t nbytes, int64_t* end) noexcept nogil:
 
 
 cdef bint can_lend(PipeLink* link) noexcept nogil:
-    """Make room for one more loan; False: no memory for that."""
+    """Make room for one more loan; False: no memory."""
     cdef uint32_t room, i
     cdef Loan* loans
     if link.n_loans == link.loan_room:
@@ -149,14 +150,14 @@ cdef bint can_lend(PipeLink* link) noexcept nogil:
 
 
 cdef void lend(PipeLink* link, SendItem* item, int64_t end) noexcept nogil:
-    """Note that an item is sent when the reader has come to end; can_lend() was so."""
+    """Record that an item is sent when head reaches end; can_lend() has returned True."""
     link.loans[(link.first_loan + link.n_loans) % link.loan_room].item = item
     link.loans[(link.first_loan + link.n_loans) % link.loan_room].end = end
     link.n_loans += 1
 
 
 cdef bint write_frame(PipeLink* link, SendItem* item, int64_t* end) noexcept nogil:
-    """Put the next frame of an item into the pipe; False: there is no room."""
+    """Write the next frame of an item into the pipe; False: there is no room."""
     cdef uint32_t length = next_length(link, item)
     cdef int32_t way = link.current_way
     cdef Place* place = NULL
@@ -197,7 +198,7 @@ cdef SendItem* next_item(PipeLink* link) noexcept nogil:
 
 
 cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
-    """Write one frame; give the item if it is sent with it."""
+    """Write one frame; return the item if it is sent with this frame, else NULL."""
     cdef SendItem* item = next_item(link)
     cdef int64_t end
     if item == &link.bye and link.n_loans:      # one of them may have to come again
@@ -208,7 +209,7 @@ cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
     if not has_room[0]:
         return NULL
     link.current = NULL
-    if item.cursor < item.nbytes:       # what is as urgent has its turn
+    if item.cursor < item.nbytes:       # items of the same priority have their turn
         queue_push(link.queue, item.header.priority, turn_of(item), 0, item)
         return NULL
     if item == &link.bye:
@@ -221,34 +222,34 @@ cdef SendItem* put_next(PipeLink* link, bint* has_room) noexcept nogil:
 
 
 cdef int write_frames(PipeLink* link, SendItem** sent, int most) noexcept nogil:
-    """Write what there is room for, until so many items are sent; give how many."""
+    """Write frames while there is room, until `most` items are sent; return their number."""
     cdef int count = 0
     cdef bint has_room = True
-    cdef int64_t before = link.out.tail, told = before
+    cdef int64_t before = link.out.tail, notified_at = before
     while has_room and count < most:
         sent[count] = put_next(link, &has_room)
         count += sent[count] != NULL
-        if has_room and link.out.tail - told >= TELL_BYTES:
-            tell(link, False)
-            told = link.out.tail
+        if has_room and link.out.tail - notified_at >= TELL_BYTES:
+            notify_peer(link, False)
+            notified_at = link.out.tail
     if link.out.tail != before:
-        tell(link)
+        notify_peer(link)
     return count
 
 
 cdef bint queue_again(PipeLink* link, SendItem* item) noexcept nogil:
-    """Queue an item that could not be read where it lies; False: the link has ended."""
+    """Queue an item again whose memory the reader could not read; False: the link has ended."""
     item.is_whole = False
     item.cursor = 0
     if queue_push(link.queue, item.header.priority, turn_of(item), 0, item) != OK:
         return False
     fps_store64(&link.out.declined, 0)
-    tell(link)                          # the reader may wait to decline another
+    notify_peer(link)                   # the reader may wait to decline another
     return True
 
 
 cdef int take_loans(PipeLink* link, SendItem** sent) noexcept nogil:
-    """Take up to BATCH items off the loans that the reader is through with; give how many."""
+    """Take up to BATCH loans that the reader has finished; return their number."""
     cdef int64_t head = fps_load64(&link.out.head)
     cdef Loan* loan
     cdef int count = 0
@@ -264,8 +265,8 @@ cdef int take_loans(PipeLink* link, SendItem** sent) noexcept nogil:
     return count
 
 
-cdef bint rests(PipeLink* link) noexcept nogil:
-    """Have the reader tell when there is more for us to do; False: there is already."""
+cdef bint is_drained(PipeLink* link) noexcept nogil:
+    """Ask the reader to notify us when we can go on; False: we can already."""
     cdef int64_t at = link.wanted if link.current != NULL else 0
     if link.n_loans and (at == 0 or link.loans[link.first_loan].end < at):
         at = link.loans[link.first_loan].end
@@ -276,7 +277,7 @@ cdef bint rests(PipeLink* link) noexcept nogil:
 
 
 cdef bint pump(PipeLink* link) noexcept nogil:
-    """Send what can be sent; items go back without the lock, for their owners send more."""
+    """Write and return items. `sent` is called without the lock: owners send more from there."""
     cdef SendItem* sent[BATCH]
     cdef bint has_moved = False, is_done = False
     cdef int64_t before
@@ -289,7 +290,7 @@ cdef bint pump(PipeLink* link) noexcept nogil:
             before = link.out.tail
             count = take_loans(link, sent)
             count += write_frames(link, sent + count, BATCH - count)
-            is_done = count < BATCH and rests(link)
+            is_done = count < BATCH and is_drained(link)
             has_moved |= count > 0 or link.out.tail != before
         pthread_mutex_unlock(&link.lock)
         for i in range(count):
@@ -312,11 +313,11 @@ cdef int pipe_send(Link* base, SendItem* item, int kick) noexcept nogil:
 
 
 cdef void pipe_kick(Link* base, int kick) noexcept nogil:
-    """Nothing waits for a kick."""
+    """Do nothing: send() has written the item already."""
 
 
 cdef void pipe_credit(Link* base, int32_t priority, uint64_t nbytes) noexcept nogil:
-    """There is no credit: what is not read takes no room but a pipe's."""
+    """Do nothing: the size of the pipe bounds the bytes in flight."""
 
 
 cdef void pipe_close(Link* base, int status) noexcept nogil:
@@ -333,10 +334,10 @@ cdef void pipe_close(Link* base, int status) noexcept nogil:
 include "_single_copy.pxi"
 
 
-# ---------------------------------------------------------------- reading; whoever steps
+# ---------------------------------------------------------------- reading; stepping thread
 
 cdef const char* payload_of(PipeLink* link, const Place* place) noexcept nogil:
-    """Where a frame's bytes are; NULL: no peer of ours would say that."""
+    """Return the address of a frame's payload; NULL: the frame is invalid."""
     cdef Pipes* pipes = link.pipes
     cdef uint64_t length = place.header.length
     cdef const char* payload
@@ -350,8 +351,8 @@ cdef const char* payload_of(PipeLink* link, const Place* place) noexcept nogil:
     return pipes.arenas[link.index] + place.offset
 
 
-cdef int hand_up(PipeLink* link, const Header* header, const char* payload) noexcept nogil:
-    """Give a frame to the owner, by address if it takes that."""
+cdef int hand_to_owner(PipeLink* link, const Header* header, const char* payload) noexcept nogil:
+    """Hand a frame to the owner, by address if it adopts payloads."""
     cdef int status = OK
     cdef void* place
     probe_hit(PROBE_LINK_RECV, header.key, header.key_version)
@@ -369,9 +370,9 @@ cdef int hand_up(PipeLink* link, const Header* header, const char* payload) noex
 
 
 cdef int read_frame(PipeLink* link, const Place* place) noexcept nogil:
-    """Take one frame; E_SHUTDOWN: it was BYE, another negative status: the link has to end."""
+    """Read one frame; E_SHUTDOWN: it was BYE; other negative statuses: the link has to end."""
     cdef const char* payload
-    cdef Header header = place.header   # what we check is what we use
+    cdef Header header = place.header   # a copy: the writer cannot change it after the check
     cdef int status = header_check(&header)
     if status != OK:
         return status
@@ -379,11 +380,11 @@ cdef int read_frame(PipeLink* link, const Place* place) noexcept nogil:
         link.has_bye = True
         return E_SHUTDOWN
     payload = payload_of(link, place)
-    return E_PROTOCOL if payload == NULL else hand_up(link, &header, payload)
+    return E_PROTOCOL if payload == NULL else hand_to_owner(link, &header, payload)
 
 
 cdef bint read_next(PipeLink* link, int* status) noexcept nogil:
-    """Take the next frame out of the pipe, if there is one."""
+    """Read the next frame of the pipe, if there is one."""
     cdef Pipes* pipes = link.pipes
     cdef int64_t head = link.inlet.head
     cdef Place* place = place_at(pipes, link.inlet, head)
@@ -408,14 +409,14 @@ cdef bint read_next(PipeLink* link, int* status) noexcept nogil:
     fps_fence()
     watched = fps_load64(&link.inlet.watched)
     if watched and watched <= head + nbytes and fps_cas64(&link.inlet.watched, watched, 0):
-        tell(link)
+        notify_peer(link)
     return True
 
 
-# ---------------------------------------------------------------- ends; whoever steps
+# ---------------------------------------------------------------- ends; stepping thread
 
 cdef void end_link(PipeLink* link, int status) noexcept nogil:
-    """Give everything back and tell the owner; nobody reads or writes here any more."""
+    """Return all items and notify the owner. Nothing is read or written after this."""
     cdef SendItem* sent[BATCH]
     cdef SendItem* current
     cdef void* item
@@ -429,7 +430,7 @@ cdef void end_link(PipeLink* link, int status) noexcept nogil:
     current = link.current
     link.current = NULL
     pthread_mutex_unlock(&link.lock)
-    while count == BATCH:       # what the peer has read before it left is sent
+    while count == BATCH:       # items that the peer has read are sent
         count = take_loans(link, sent)
         for i in range(count):
             give_back(sent[i], OK)
@@ -447,14 +448,14 @@ cdef void end_link(PipeLink* link, int status) noexcept nogil:
 
 
 cdef void settle(PipeLink* link) noexcept nogil:
-    """End a link that is to end, once what is queued has left if it ends in order."""
+    """End a link that is closing; in an orderly end only when its queued items have left."""
     cdef int status = fps_load32(&link.close_status)
     if status == OK and link.has_bye:
         status = E_SHUTDOWN
     if status == OK and link.has_left and not link.n_loans:
         status = E_SHUTDOWN
     if status == E_SHUTDOWN and is_written(link):
-        return                          # it tells when it is through
+        return                          # the writer notifies us when it has finished
     if status != OK:
         end_link(link, status)
 
@@ -478,7 +479,7 @@ cdef bint settle_all(Pipes* pipes) noexcept nogil:
 # ---------------------------------------------------------------- steps
 
 cdef bint serve(PipeLink* link) noexcept nogil:
-    """Read one frame of a peer, and write what there is room for; False: nothing came of it."""
+    """Read one frame of a peer and write what there is room for; False: nothing was done."""
     cdef bint has_read
     cdef int status
     if not link.is_attached or link.is_over:
@@ -525,7 +526,7 @@ cdef bint pipes_step(Pipes* pipes) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 cdef void wake_nobody(void* context, uint32_t index, bint is_all) noexcept nogil:
-    """Before somebody steps."""
+    """Do nothing, before a thread steps."""
 
 
 cdef uint32_t _capacity(uint32_t n):
@@ -535,27 +536,29 @@ cdef uint32_t _capacity(uint32_t n):
 
 
 def pipe_memory_bytes(uint32_t n):
-    """Give the size of the memory that n ranks share for their pipes; they touch what they use."""
+    """Return the size of the memory that n ranks share for their pipes."""
     return n * sizeof(Mail) + <uint64_t>n * n * (sizeof(Pipe) + _capacity(n))
 
 
-@cython.no_gc_clear             # whoever steps uses the owner until the links have ended
+@cython.no_gc_clear             # the stepping thread uses owners until the links have ended
 @cython.final
 cdef class PipeTransport:
     """The pipes of one rank to the others of its machine.
 
-    memory: zeroed when it was made, from offset on pipe_memory_bytes(n) are the pipes'. arenas:
-    of all ranks, by place; index: ours.
+    memory: zeroed; pipe_memory_bytes(n) from offset on belong to the pipes. arenas: of all ranks,
+    by place. index: of this rank.
     """
 
     def __cinit__(self, Mapping memory not None, uint64_t offset, arenas, uint32_t index):
         cdef uint32_t n = len(arenas)
         cdef uint32_t i
         if not 1 < n <= MAX_RANKS or index >= n or offset + pipe_memory_bytes(n) > memory.nbytes:
-            raise ValueError(f"no pipes for rank {index} of {n}")
+            raise ValueError(
+                f"cannot make pipes for rank {index} of {n}: 2 to {MAX_RANKS} ranks need "
+                "pipe_memory_bytes() of memory")
         self.pipes = <Pipes*>calloc(1, sizeof(Pipes))
         if self.pipes == NULL:
-            raise MemoryError("no memory for pipes")
+            raise MemoryError(f"no memory for the pipes of {n} ranks")
         self.pipes.n = n
         self.pipes.me = index
         self.pipes.capacity = _capacity(n)
@@ -564,17 +567,17 @@ cdef class PipeTransport:
         self.pipes.wake = wake_nobody
         self.pipes.links = <PipeLink*>calloc(n, sizeof(PipeLink))
         if self.pipes.links == NULL:
-            raise MemoryError("no memory for pipes")
+            raise MemoryError(f"no memory for the pipes of {n} ranks")
         for i in range(n):
             self.pipes.arenas[i] = (<Mapping>arenas[i]).start
             self.pipes.arena_bytes[i] = (<Mapping>arenas[i]).nbytes
         self.kept = [memory, *arenas]
 
     def show_memory(self, int64_t token, int root):
-        """Let peers that show theirs, too, read and write large arrays where they lie.
+        """Let peers that do so too read and write large arrays of this process directly.
 
-        token: not 0, of this process alone. root: whose descendants may reach into this process
-        where Yama restricts that; 0: nobody's. Before anybody steps.
+        token: a number of this process alone, not 0. root: the process whose descendants may
+        access this process where Yama restricts that; 0: none. Call it before any step.
         """
         cdef Mail* mail = &self.pipes.mail[self.pipes.me]
         if root > 0:
@@ -586,17 +589,19 @@ cdef class PipeTransport:
         fps_store64(&mail.token, token)
 
     def adopt(self, uint32_t index, LinkOwner owner not None, uint32_t peer):
-        """Give owner a link to the rank at index, which it knows as peer; before anybody steps."""
+        """Make a link for owner to the rank at index, named peer. Call it before any step."""
         cdef PipeLink* link = &self.pipes.links[index]
         if index == self.pipes.me or index >= self.pipes.n or link.is_attached:
-            raise ValueError(f"no link to rank {index} of {self.pipes.n}")
+            raise ValueError(
+                f"cannot link rank {self.pipes.me} to rank {index} of {self.pipes.n}: "
+                "each other rank gets one link")
         link.pipes = self.pipes
         link.index = index
         link.out = pipe_of(self.pipes, self.pipes.me, index)
         link.inlet = pipe_of(self.pipes, index, self.pipes.me)
         link.queue = queue_create(0, QUEUE_HINT)
         if link.queue == NULL:
-            raise MemoryError("no memory for a link")
+            raise MemoryError("no memory for a link of pipes")
         pthread_mutex_init(&link.lock, NULL)
         link.bye.header.kind = KIND_BYE
         link.link.send = pipe_send
@@ -612,7 +617,7 @@ cdef class PipeTransport:
         link.is_attached = True
 
     def step(self):
-        """Move frames on; tell whether there was anything to do. Of one thread at a time."""
+        """Move frames; return whether there was anything to do. One thread at a time."""
         cdef bint has_moved
         with nogil:
             has_moved = pipes_step(self.pipes)
@@ -624,19 +629,19 @@ cdef class PipeTransport:
         return fps_load32(&self.pipes.n_open)
 
     def leave(self):
-        """Say BYE on every link; they end when whoever steps has seen to it. Does not wait."""
+        """Send BYE on every link; later steps end the links. Does not wait."""
         self.close(E_SHUTDOWN)
 
     def abort(self):
-        """Have every link end at once."""
+        """End every link now; owners get E_PEER_LOST."""
         self.close(E_PEER_LOST)
 
     def release(self):
-        """Let go of the owners of links, which keep this; nobody steps any more."""
+        """Drop the references to owners, which refer to this object. No step may follow."""
         del self.kept[1 + self.pipes.n:]
 
     def close(self, int status):
-        """Close every link: -2 in order, another status at once."""
+        """Close every link: E_SHUTDOWN in order, another status at once."""
         cdef uint32_t i
         for i in range(self.pipes.n):
             if self.pipes.links[i].is_attached:
@@ -657,7 +662,7 @@ cdef class PipeTransport:
     def statistics(self):
         """Sum the counters of all links, as a dict.
 
-        links: those that carried frames; readable: peers whose memory we read where it lies.
+        links: those that have sent frames; readable: peers whose memory we read directly.
         """
         cdef LinkStats sums
         cdef uint32_t i, links = 0, readable = 0

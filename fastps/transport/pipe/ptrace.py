@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whom a worker lets reach into its memory where Yama (kernel.yama.ptrace_scope=1) restricts it.
+"""Which processes may access a worker's memory under Yama (kernel.yama.ptrace_scope=1).
 
-Yama takes one process, whose descendants may: the launcher, whose descendants are this machine's
-workers, and never anybody. Knows nothing of pipes. Threads: any.
+Yama takes one process, whose descendants get access: the launcher, whose descendants are the
+workers of this machine. Access for all processes is never granted. Knows nothing of pipes.
+Threads: any.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from pathlib import Path
 
 
 def choose_root(launcher: int, ancestors: Sequence[int]) -> int:
-    """Choose the process whose descendants may; 0: there is none. Pure.
+    """Choose the process whose descendants get access; 0: there is none. Pure.
 
-    launcher: fastps-run by its own word, 0 without one. ancestors: from the parent on. A launcher
-    that is none of them is a number of another pid namespace, here a stranger's; then it is the
-    parent, as under other launchers. From process 1 everybody descends.
+    launcher: the process id that fastps-run told its workers, 0 without fastps-run. ancestors:
+    from the parent on. A launcher that is no ancestor has an id of another pid namespace; then the
+    parent is chosen, as under other launchers. Process 1 is never chosen: all descend from it.
     """
     root = launcher if launcher in ancestors else next(iter(ancestors), 0)
     return root if root > 1 else 0
 
 
 def list_ancestors() -> list[int]:
-    """List the processes from this one's parent up, as far as they are to be seen."""
+    """List the ancestors of this process from the parent on, as far as /proc shows them."""
     found: list[int] = []
     parent = os.getppid()
-    with contextlib.suppress(OSError):  # of others, where /proc hides them
+    with contextlib.suppress(OSError):  # /proc may hide processes of other users
         while parent > 0:
             found.append(parent)
             stat = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8", errors="replace")

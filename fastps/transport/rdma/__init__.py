@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this machine can use RDMA, over which device, address and data path.
+"""Whether this machine can use RDMA, and by which device, address and data path.
 
-Reads the kernel's tables of devices; opens one only in open_device(). Frames and queue pairs are
-_transport's; what a device is asked for goes to one of two data paths: the native one (_verbs,
-where libibverbs' header was there when fastps was built), else pyverbs. Threads: those of
-the transports that it opens.
+Reads the kernel's tables of devices; opens one only in open_device(). _transport has the frames
+and queue pairs. Calls to a device go by one of two data paths: the native one (_verbs, built
+where the header of libibverbs is installed), else pyverbs. Threads: those of the transports that
+it opens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_ACK_TIMEOUT = 31
 ACTIVE = "4:"  # how a port's state begins
 CHANNEL_ADAPTER = "1:"  # and a kind of device; others (iWARP, EFA) cannot write with a number
 UNUSABLE = 9
-RDMA_LANE = 0x80  # in the lane that a worker shows when it connects: it wants RDMA
+RDMA_LANE = 0x80  # in the lane that a connecting worker sends: it asks for RDMA
 LINK_BYTES = 512 << 10  # that every link pins for its messages
 CAP_IPC_LOCK = 14  # the right to pin without limit
 ROLES = 2  # worker and server may be one process
@@ -60,7 +60,7 @@ INSTALL = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """Tell what RDMA this process can use, or why none; reason is empty when it can."""
+    """The RDMA that this process can use; reason says why there is none, else it is empty."""
 
     device: str = ""
     port: int = 0
@@ -76,11 +76,11 @@ class Capability:
 
     @property
     def usable_gid(self) -> str:
-        """Return the address to tell the others, empty when they cannot use it."""
+        """Return the address for other members, empty when RDMA cannot be used."""
         return self.gid if self.is_usable else ""
 
     def describe(self) -> str:
-        """Return it in one line, for a log or the doctor."""
+        """Return one line for a log or `fastps doctor`."""
         if self.reason:
             return f"no RDMA: {self.reason}"
         return (
@@ -90,7 +90,7 @@ class Capability:
 
 
 def ack_timeout_of(timeout_s: float, retries: int) -> int:
-    """Return the exponent of the verbs' time-out, so that all tries together take timeout_s."""
+    """Return the exponent of the verbs' timeout, so that all retries together take timeout_s."""
     one_try = timeout_s / (retries + 1)
     return min(max(round(math.log2(one_try / ACK_UNIT_S)), 1), MAX_ACK_TIMEOUT)
 
@@ -98,8 +98,8 @@ def ack_timeout_of(timeout_s: float, retries: int) -> int:
 def wants_rdma(transport: str, mine: Capability, theirs: str) -> tuple[bool, str]:
     """Decide about one link: (whether it uses RDMA, why or why not).
 
-    transport: the setting, tcp, rdma or auto. theirs: the GID that the peer told, empty when it
-    has none. Raises ConfigError when RDMA is asked for and one end cannot use it.
+    transport: the setting, tcp, rdma or auto. theirs: the GID of the peer, empty without RDMA.
+    Raises ConfigError when settings demand RDMA and one end cannot use it.
     """
     if transport == "tcp":
         return False, "FASTPS_TRANSPORT=tcp"
@@ -108,20 +108,20 @@ def wants_rdma(transport: str, mine: Capability, theirs: str) -> tuple[bool, str
     why = mine.reason or "the peer has no RDMA device that it can use"
     if transport == "rdma":
         raise ConfigError(
-            f"FASTPS_TRANSPORT=rdma, but {why}; fastps doctor tells more, FASTPS_TRANSPORT=auto "
-            "falls back"
+            f"FASTPS_TRANSPORT=rdma, but {why}; see `fastps doctor`, or set FASTPS_TRANSPORT=auto "
+            "to fall back to TCP"
         )
     return False, why
 
 
-# ---- what there is ----
+# ---- detection ----
 
 
 def probe(config: Config | None = None, *, devices: Path = DEVICES) -> Capability:
     """Look for a device with an active port, an address on it and a data path.
 
-    Reads a few small files and imports nothing that is not there; never raises for a machine
-    without RDMA. config: None takes what is there. devices: the kernel's table of devices.
+    Reads a few small files; never raises for a machine without RDMA. config: None: default
+    settings. devices: the kernel's table of devices.
     """
     config = config or load(environ={})
     found = _find_address(config, devices)
@@ -138,7 +138,7 @@ def _find_address(config: Config, devices: Path) -> Capability:
         return Capability(reason="the kernel knows no RDMA device (ibv_devinfo lists them)")
     wanted = config.rdma_device
     if wanted and wanted not in names:
-        reason = f"FASTPS_RDMA_DEVICE={wanted}: there are {', '.join(names)}"
+        reason = f"FASTPS_RDMA_DEVICE={wanted}: no such device; there are {', '.join(names)}"
         return Capability(reason=reason)
     why = ""
     for name in [wanted] if wanted else names:
@@ -235,7 +235,7 @@ def _find_data_path(wanted: str) -> tuple[str, str]:
     return "", f"no data path: {INSTALL}"
 
 
-# ---- using it ----
+# ---- opening a device ----
 
 
 def open_device(config: Config | None = None) -> VerbsDevice:
@@ -270,11 +270,11 @@ def open_device(config: Config | None = None) -> VerbsDevice:
         raise TransportError(f"cannot open {found.device}: {error}; see ibv_devinfo") from error
 
 
-# ---- as settings say ----
+# ---- decisions by settings ----
 
 
 def look_up(config: Config) -> Capability:
-    """Probe as settings allow: for tcp not at all."""
+    """Probe, unless FASTPS_TRANSPORT=tcp."""
     if config.transport == "tcp":
         return Capability(reason="FASTPS_TRANSPORT=tcp")
     found = probe(config)
@@ -286,7 +286,7 @@ def look_up(config: Config) -> Capability:
 
 
 def _why_unlockable(config: Config) -> str:
-    """Return why this process may be unable to pin what settings allow it, or nothing."""
+    """Return why this process may fail to pin the bytes of its settings; empty: it can."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     wanted = ROLES * config.rdma_pinned_bytes
     if limit == resource.RLIM_INFINITY or limit >= wanted or may_lock():
@@ -309,7 +309,7 @@ def may_lock(status: Path = STATUS) -> bool:
 def has_reason(config: Config, own_host: str, others: Sequence[tuple[str, str]]) -> bool:
     """Return whether RDMA may be used with any of the others, given as (GID, host id).
 
-    Within one host only where settings insist: memory and Unix sockets are the shorter way.
+    Within one host only where settings demand it: shared memory and Unix sockets are faster.
     """
     is_forced = config.transport == "rdma"
     return any(gid and (is_forced or host != own_host) for gid, host in others)
@@ -334,7 +334,7 @@ def takes_rdma(
 ) -> tuple[bool, str]:
     """Decide about the link to a member with that host id and GID, as wants_rdma() does."""
     if config.transport != "rdma" and host_id == own_host:
-        return False, ""  # Unix sockets are the shorter way
+        return False, ""  # Unix sockets are faster
     return wants_rdma(config.transport, mine, gid)
 
 
@@ -348,7 +348,7 @@ def begin_link(
     lane: int = 0,
     greets_first: bool = True,
 ) -> Opening:
-    """Start a link over an authenticated connection, which is the transport's from here on."""
+    """Start a link over an authenticated connection, which the transport owns from here on."""
     watch_closely(descriptor, config.rdma_timeout_s)
     return transport.adopt(
         descriptor,
@@ -361,7 +361,7 @@ def begin_link(
 
 
 def give_up(config: Config, name: str, error: TransportError) -> None:
-    """Let TCP take the place of a link that did not come up, unless settings insist."""
+    """Log that TCP replaces a link that failed to come up; raise if settings demand RDMA."""
     if config.transport == "rdma":
         raise TransportError(f"{name} cannot be reached by RDMA: {error}") from error
     log.warning("%s: no RDMA, TCP takes its place: %s", name, error)
@@ -370,7 +370,7 @@ def give_up(config: Config, name: str, error: TransportError) -> None:
 def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
     """Open the device and make a transport that can pin what n_links need.
 
-    None when that fails and settings allow TCP in its place, which is logged; else raises
+    Returns None, and logs why, when that fails and settings allow TCP instead. Otherwise raises
     ConfigError or TransportError.
     """
     try:
@@ -398,13 +398,13 @@ def open_transport(config: Config, *, n_links: int) -> RdmaTransport | None:
 
 
 def _rehearse(transport: RdmaTransport, n_links: int) -> None:
-    """Pin as much as the links will, so that a low limit shows before a peer relies on us."""
+    """Pin as much as the links will, so that a low limit shows before a peer relies on RDMA."""
     memory = np.empty(max(n_links, 1) * LINK_BYTES, np.uint8)
     transport.register(memory.ctypes.data, memory.nbytes).close()
 
 
 def try_out(config: Config | None = None, *, timeout_s: float = 10.0) -> str:
-    """Link this machine's device with itself; give why that does not work, or nothing.
+    """Link this machine's device with itself; return why that fails, or an empty string.
 
     Blocks until a message has gone each way, at most timeout_s seconds.
     """
@@ -431,20 +431,20 @@ def try_out(config: Config | None = None, *, timeout_s: float = 10.0) -> str:
 
 
 def link_pyverbs(site: Path | None = None, *, installed: Path = DEBIAN_PYVERBS) -> Path:
-    """Let this Python import the distribution's pyverbs, by one symbolic link; give its path.
+    """Let this Python import the distribution's pyverbs, by one symbolic link; return its path.
 
     site: folder of packages, by default this Python's own. Raises ConfigError when pyverbs is
     not installed, was built for another Python, or something else stands there.
     """
     tag = f"cpython-{sys.version_info[0]}{sys.version_info[1]}"
     if not installed.is_dir():
-        raise ConfigError(f"{installed} is not there: run apt-get install python3-pyverbs")
+        raise ConfigError(f"{installed} does not exist; run apt-get install python3-pyverbs")
     if not list(installed.glob(f"qp.{tag}-*.so")):
-        raise ConfigError(f"{installed} was built for another Python than {tag}")
+        raise ConfigError(f"{installed} was not built for {tag}; use the distribution's Python")
     link = (site or Path(sysconfig.get_path("platlib"))) / "pyverbs"
     if link.is_symlink():
         link.unlink()
     elif link.exists():
-        raise ConfigError(f"{link} is there already and no link; remove it first")
+        raise ConfigError(f"{link} exists and is not a symbolic link; remove it first")
     link.symlink_to(installed)
     return link

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: what Python sees.
+# Part of _transport.pyx: the Python classes.
 
 cdef class VerbsDevice:
     """An open device with its protection domain; a data path fills in the table of calls."""
@@ -9,7 +9,7 @@ cdef class VerbsDevice:
 
 
 cdef RdmaLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
-    """A link without a queue pair."""
+    """Make a link without a queue pair; NULL: no memory."""
     cdef RdmaLink* link = <RdmaLink*>calloc(1, sizeof(RdmaLink))
     cdef RdmaThread* own = <RdmaThread*>io.own
     cdef void* messages = NULL
@@ -32,7 +32,7 @@ cdef RdmaLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
 
 
 cdef int open_link(RdmaLink* link, const char** what) noexcept nogil:
-    """Make the queue pair and post its buffers; 0, or an errno and what failed."""
+    """Make the queue pair and post its buffers; 0, or an errno and the step that failed."""
     cdef Shape shape
     cdef uint64_t i
     cdef int error
@@ -171,15 +171,15 @@ cdef class RdmaTransport(BaseTransport):
 
     def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
               uint64_t credit_bytes=0, bint greets_first=True):
-        """Make a link with whoever is at the other end of an authenticated TCP connection.
+        """Make a link to the peer at the other end of an authenticated TCP connection.
 
-        Gives an Opening; the owner gets the link, on an I/O thread, once a message has gone each
+        Returns an Opening. The owner gets the link, on an I/O thread, once a message has gone each
         way.
 
         fd: non-blocking descriptor, owned by the transport from here on, also when this raises;
         the peer has to do the same. peer: rank of a worker or index of a server. credit_bytes:
-        bytes in flight allowed, 0 = no limit. greets_first: False lets the peer speak first, for
-        who accepted the connection and may have something to say on it before. Raises
+        bytes in flight allowed, 0 = no limit. greets_first: False lets the peer greet first, for
+        the side that accepted the connection and may send on it before. Raises
         TransportError when the device refuses.
         """
         cdef IoThread* io
@@ -231,19 +231,19 @@ cdef class RdmaTransport(BaseTransport):
         return region
 
     def register(self, uintptr_t address, uint64_t nbytes):
-        """Pin memory until the region that this gives is closed; on_slab of a BufferPool.
+        """Pin memory until the returned region is closed; used as on_slab of a BufferPool.
 
         The memory has to stay mapped as long. Raises TransportError when the device refuses.
         """
         return self.pin(<char*>address, nbytes, ACCESS_REMOTE)
 
     def hold(self, array):
-        """Pin the memory of an array, if it is not, and keep both until they are evicted.
+        """Pin the memory of an array, unless it is pinned, and keep both until they are evicted.
 
-        Arrays that nobody else has any more go after a while, once pinned_bytes / 16 are held.
-        When more than pinned_bytes would be held, or the device refuses, evicts what was not used
-        for the longest time, as far as no link uses it. False: there is no room; each frame pins
-        its part then, which is said once. Thread-safe.
+        Once pinned_bytes / 16 are held, arrays without other references are dropped after a while.
+        When more than pinned_bytes would be held, or the device refuses, this evicts the least
+        recently used arrays that no link uses. False: there is no room, so each frame pins its
+        part; this is logged once. Thread-safe.
         """
         with self.holding:
             return self.hold_alone(array)
@@ -282,7 +282,7 @@ cdef class RdmaTransport(BaseTransport):
         if nbytes <= self.held_limit:
             self.evict(nbytes)
         if self.held_bytes + nbytes > self.held_limit:
-            self.warn_of_limit("more than FASTPS_RDMA_PINNED_BYTES are in use")
+            self.warn_of_limit("more than FASTPS_RDMA_PINNED_BYTES are in use; raise it")
             return None
         try:
             return self.pin(start, nbytes, access)
@@ -309,9 +309,9 @@ cdef class RdmaTransport(BaseTransport):
         return 0
 
     cdef int drop_idle(self) except -1:
-        """Let go of arrays that only we still have, such as old results.
+        """Drop arrays that have no other references, such as old results.
 
-        Not of the few last ones: their owner may make a new array of the same memory each time.
+        The most recent ones stay: their owner may make a new array of the same memory each time.
         """
         cdef RdmaRegion region
         cdef uint64_t patience = 3 * <uint64_t>len(self.held) / 2 + IDLE_HOLDS
@@ -341,13 +341,13 @@ cdef class RdmaTransport(BaseTransport):
 
     @property
     def has_trouble(self):
-        """Tell whether our own device, port or address failed, not a peer."""
+        """Whether the device, port or address of this machine failed, not a peer."""
         return fps_load32(&self.pins.trouble) != 0
 
     def failure_of(self, uint32_t peer):
-        """Tell what failed last on a link to a peer, and what to do; empty when nothing did.
+        """Return the last failure of a link to a peer, and the cure; empty when there was none.
 
-        Trouble of the device counts more than what else failed, also when its news came later.
+        Trouble of the device takes precedence over other failures, also when it was noticed later.
         """
         cdef bytes text = b""
         cdef Failure* failure
@@ -365,7 +365,7 @@ cdef class RdmaTransport(BaseTransport):
         return text.decode(errors="replace")
 
     def forget_failures(self):
-        """Drop what was told of peers, whose numbers will stand for others, and of ourselves."""
+        """Forget failures of peers, whose numbers other members will have, and of the device."""
         fps_store32(&self.pins.trouble, 0)
         drop_failures(self.pins)
 

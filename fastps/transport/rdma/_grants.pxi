@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: who may write where, for one frame or as long as nobody takes it back.
-# I/O thread only, but for rdma_withdraw.
+# Part of _transport.pyx: grants, which let the peer write to an address, for one frame or until
+# they are withdrawn (standing grants). I/O thread only, except for rdma_withdraw().
 
 cdef inline uint32_t bucket_of(uint64_t key) noexcept nogil:
     return <uint32_t>((key ^ key >> 16) % BUCKETS)
@@ -9,7 +9,7 @@ cdef inline uint32_t bucket_of(uint64_t key) noexcept nogil:
 # ---------------------------------------------------------------- standing grants of the peer
 
 cdef inline bint is_alike(const Header* one, const Header* other) noexcept nogil:
-    """Two headers that differ in round and flags only."""
+    """Return whether two headers differ in round and flags only."""
     return (one.key == other.key and one.offset == other.offset and one.length == other.length
             and one.kind == other.kind and one.dtype == other.dtype
             and one.sender == other.sender and one.priority == other.priority
@@ -17,13 +17,13 @@ cdef inline bint is_alike(const Header* one, const Header* other) noexcept nogil
 
 
 cdef inline bint is_of_frame(const Header* one, const Header* header) noexcept nogil:
-    """Two headers of one key are for the same frame of it; NULL: of any."""
+    """Return whether headers of one key are for the same frame of it; NULL matches any."""
     return header == NULL or (one.offset == header.offset and one.kind == header.kind)
 
 
-cdef Taken* find_taken(RdmaLink* link, const Header* header) noexcept nogil:
-    """The grant that stands for a frame; NULL: it has to be announced."""
-    cdef Taken* taken = link.grants.taken[bucket_of(header.key)]
+cdef PeerGrant* find_taken(RdmaLink* link, const Header* header) noexcept nogil:
+    """Return the standing grant for a frame; NULL: the frame has to be announced."""
+    cdef PeerGrant* taken = link.grants.taken[bucket_of(header.key)]
     while taken != NULL and not is_alike(&taken.header, header):
         taken = taken.next
     if taken == NULL or header.flags & ~IMM_FLAGS:
@@ -34,9 +34,9 @@ cdef Taken* find_taken(RdmaLink* link, const Header* header) noexcept nogil:
 
 
 cdef void drop_taken(RdmaLink* link, uint64_t key, const Header* header) noexcept nogil:
-    """Forget the grants of a key, or of it only the one for frames like header."""
-    cdef Taken** place = &link.grants.taken[bucket_of(key)]
-    cdef Taken* taken
+    """Forget the peer's grants of a key; with a header, only that of its frame."""
+    cdef PeerGrant** place = &link.grants.taken[bucket_of(key)]
+    cdef PeerGrant* taken
     while place[0] != NULL:
         taken = place[0]
         if taken.header.key == key and is_of_frame(&taken.header, header):
@@ -47,9 +47,9 @@ cdef void drop_taken(RdmaLink* link, uint64_t key, const Header* header) noexcep
 
 
 cdef int take_grant(RdmaLink* link, const GrantNote* note) noexcept nogil:
-    """The peer said where the announced frame goes, and perhaps its later rounds too."""
+    """Take the grant of the announced frame, and its standing grant if there is one."""
     cdef Frame* frame = &link.frames.entries[link.frames.next % FRAMES]
-    cdef Taken* taken
+    cdef PeerGrant* taken
     if link.frames.next == link.frames.end or frame.state != FRAME_ANNOUNCED:
         return E_PROTOCOL
     frame.state = FRAME_GRANTED
@@ -59,9 +59,9 @@ cdef int take_grant(RdmaLink* link, const GrantNote* note) noexcept nogil:
     drop_taken(link, frame.header.key, &frame.header)
     if not note.is_standing:
         return OK
-    taken = <Taken*>calloc(1, sizeof(Taken))
+    taken = <PeerGrant*>calloc(1, sizeof(PeerGrant))
     if taken == NULL:
-        return OK               # the peer's promise is not used
+        return OK               # no memory: the standing grant is not used
     taken.header = frame.header
     taken.index = note.note.index
     taken.places[0], taken.places[1] = note.places[0], note.places[1]
@@ -71,12 +71,12 @@ cdef int take_grant(RdmaLink* link, const GrantNote* note) noexcept nogil:
     return OK
 
 
-# ---------------------------------------------------------------- standing grants that we gave
+# ---------------------------------------------------------------- standing grants to the peer
 
-cdef Given* new_given(RdmaLink* link) noexcept nogil:
-    """A record with a number that no message under way can mean; NULL: there is none."""
-    cdef Given* given
-    cdef Given** more
+cdef OwnGrant* new_given(RdmaLink* link) noexcept nogil:
+    """Return a record whose number no message in flight can refer to; NULL: there is none."""
+    cdef OwnGrant* given
+    cdef OwnGrant** more
     if link.grants.spares > REUSE_AFTER:
         given = link.grants.spare_first
         link.grants.spare_first = given.next
@@ -85,11 +85,12 @@ cdef Given* new_given(RdmaLink* link) noexcept nogil:
     if link.grants.count == MAX_GRANTS:
         return NULL
     if link.grants.count & link.grants.count - 1 == 0:      # full at every power of two
-        more = <Given**>realloc(link.grants.all, 2 * (link.grants.count + 1) * sizeof(Given*))
+        more = <OwnGrant**>realloc(link.grants.all,
+                                   2 * (link.grants.count + 1) * sizeof(OwnGrant*))
         if more == NULL:
             return NULL
         link.grants.all = more
-    given = <Given*>calloc(1, sizeof(Given))
+    given = <OwnGrant*>calloc(1, sizeof(OwnGrant))
     if given == NULL:
         return NULL
     given.index = link.grants.count
@@ -98,7 +99,7 @@ cdef Given* new_given(RdmaLink* link) noexcept nogil:
     return given
 
 
-cdef void retire_given(RdmaLink* link, Given* given) noexcept nogil:
+cdef void retire_given(RdmaLink* link, OwnGrant* given) noexcept nogil:
     given.places[0] = given.places[1] = NULL
     revoke(link, &given.windows[0])
     revoke(link, &given.windows[1])
@@ -115,9 +116,9 @@ cdef void retire_given(RdmaLink* link, Given* given) noexcept nogil:
 
 
 cdef bint drop_given(RdmaLink* link, uint64_t key, const Header* header) noexcept nogil:
-    """Void the standing grants of a key, or of it only that for frames like header; any?"""
-    cdef Given** place = &link.grants.given[bucket_of(key)]
-    cdef Given* given
+    """Void the standing grants of a key, or of one frame; return whether there were any."""
+    cdef OwnGrant** place = &link.grants.given[bucket_of(key)]
+    cdef OwnGrant* given
     cdef bint is_any = False
     while place[0] != NULL:
         given = place[0]
@@ -131,15 +132,15 @@ cdef bint drop_given(RdmaLink* link, uint64_t key, const Header* header) noexcep
 
 
 cdef bint has_given(RdmaLink* link, uint64_t key) noexcept nogil:
-    """Tell whether a standing grant of a key may still be used."""
-    cdef Given* given = link.grants.given[bucket_of(key)]
+    """Return whether the peer may still use a standing grant of a key."""
+    cdef OwnGrant* given = link.grants.given[bucket_of(key)]
     while given != NULL and given.header.key != key:
         given = given.next
     return given != NULL
 
 
 cdef void retract_offer(RdmaLink* link, uint64_t key) noexcept nogil:
-    """Let the grant that is still to be told stand for nothing more than its frame."""
+    """Remove the standing grant from a grant that was not sent yet."""
     if link.landing.offered != NULL and link.landing.offered.header.key == key:
         drop_given(link, key, &link.landing.offered.header)
 
@@ -157,10 +158,10 @@ cdef bint promise(RdmaLink* link, const Header* header, uint32_t rounds, char** 
     return region[0] != NULL
 
 
-cdef Given* open_given(RdmaLink* link, const Header* header, char** places,
-                       Region** regions) noexcept nogil:
-    """A grant of two places, with windows for them and the regions; NULL: there is none left."""
-    cdef Given* given = new_given(link)
+cdef OwnGrant* open_given(RdmaLink* link, const Header* header, char** places,
+                          Region** regions) noexcept nogil:
+    """Make a grant of two addresses with their windows; NULL: there are none left."""
+    cdef OwnGrant* given = new_given(link)
     cdef int i, error = 0
     if given == NULL:
         return NULL
@@ -172,17 +173,17 @@ cdef Given* open_given(RdmaLink* link, const Header* header, char** places,
     if given.windows[0] != NULL and given.windows[1] != NULL:
         return given
     if given.windows[0] != NULL:
-        close_window(link, given.windows[0])    # another link may have none
+        close_window(link, given.windows[0])    # another link may need it
     retire_given(link, given)
     return NULL
 
 
 cdef void offer_standing(RdmaLink* link, const Header* header) noexcept nogil:
-    """Let the grant of an announced frame stand for its later rounds, if the owner promises."""
+    """Add a standing grant for later rounds to a grant, if the owner knows their addresses."""
     cdef uint32_t next = (header.key_version + 1) & 1
     cdef char* places[2]
     cdef Region* regions[2]
-    cdef Given* given = NULL
+    cdef OwnGrant* given = NULL
     regions[0] = regions[1] = NULL
     if (link.base.link.owner.standing != NULL
             and promise(link, header, 1, &places[next], &regions[next])
@@ -202,23 +203,23 @@ cdef void offer_standing(RdmaLink* link, const Header* header) noexcept nogil:
     link.landing.offered = given
 
 
-# ---------------------------------------------------------------- the grant that is to be told
+# ---------------------------------------------------------------- sending a grant
 
 cdef int open_landing(RdmaLink* link) noexcept nogil:
-    """Open the window of the announced frame: the first, it cannot do without; negative: none."""
+    """Open the window of the announced frame, which it needs; negative: there is none."""
     cdef int error = 0
     if link.landing.window == NULL:
         link.landing.window = take_window(link, &link.landing.region, link.landing.place,
                                           link.landing.header.length, &error)
     if link.landing.window != NULL or link.windows.n_revoked:
-        return OK               # one that is being made void is the next one
+        return OK               # a window that is being revoked will be free soon
     note_failure(link, b"cannot open a memory window", strerror(error),
                  b"; the device may have no more (max_mw of ibv_devinfo -v)")
     return E_SYS
 
 
 cdef int bind_grant(RdmaLink* link) noexcept nogil:
-    """Bind what the grant covers, as far as there is room; 1: all is bound or will be."""
+    """Bind the windows of the grant, as far as there is room; 1: all binds are posted."""
     cdef Window* windows[3]
     cdef int i, count = 1, status
     windows[0] = link.landing.window
@@ -235,7 +236,7 @@ cdef int bind_grant(RdmaLink* link) noexcept nogil:
 
 
 cdef int tell_grant(RdmaLink* link) noexcept nogil:
-    """Bind what the grant covers and tell the peer, behind that; else try again later."""
+    """Bind the windows of the grant, then send it; without room, try again later."""
     cdef Window* window
     cdef int i, status = open_landing(link)
     window = link.landing.window
@@ -258,7 +259,7 @@ cdef int tell_grant(RdmaLink* link) noexcept nogil:
     return post_message(link, NOTE_GRANT, sizeof(GrantNote), WORK_MESSAGE)
 
 
-# ---------------------------------------------------------------- promises taken back
+# ---------------------------------------------------------------- withdrawals
 
 cdef bint has_room(void** array, uint32_t* room, uint32_t count, size_t itemsize) noexcept nogil:
     """Let an array of count elements grow if it is full; False: no memory."""
@@ -283,11 +284,11 @@ cdef void rdma_withdraw(Link* base, uint64_t key, int how) noexcept nogil:
         promises.withdrawn[promises.withdrawn_count].key = key
         promises.withdrawn[promises.withdrawn_count].how = how
         promises.withdrawn_count += 1
-    else:                       # a promise that cannot be taken back ends the link
+    else:                       # without the withdrawal the link has to end
         fps_cas32(&link.base.close_status, OK, E_NOMEM)
     fps_store32(&promises.has_withdrawn, 1)
     pthread_mutex_unlock(&promises.lock)
-    if how != WITHDRAW_PLACES:  # they go with what is sent next
+    if how != WITHDRAW_PLACES:  # those go ahead of the next item
         kick_io(&link.base)
 
 
@@ -297,7 +298,7 @@ cdef void tell_withdrawn(RdmaLink* link, uint64_t key) noexcept nogil:
 
 
 cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
-    """Tell the peer which of its standing grants are void; the flag stays up if some remain."""
+    """Send withdrawals to the peer; the flag stays set if some remain."""
     cdef Withdrawal withdrawal
     cdef int status = OK
     while status == OK and may_send(link, RESERVE):
@@ -322,7 +323,7 @@ cdef int post_withdrawals(RdmaLink* link) noexcept nogil:
 
 
 cdef int keep_promises(RdmaLink* link) noexcept nogil:
-    """Take back what is to be taken back before anything else goes; 1: there is no room, later."""
+    """Post withdrawals and revocations ahead of other sends; 1: no room, try later."""
     cdef int status
     if not fps_load32(&link.promises.has_withdrawn):
         return OK
@@ -335,7 +336,7 @@ cdef int keep_promises(RdmaLink* link) noexcept nogil:
 
 
 cdef int keep_answer(RdmaLink* link, uint64_t key) noexcept nogil:
-    """The peer wants to know when its grants for a key are used no more."""
+    """Record that the peer asks for an answer to the withdrawal of a key."""
     cdef Promises* promises = &link.promises
     if not has_room(<void**>&promises.answers, &promises.answer_room, promises.answer_count,
                     sizeof(uint64_t)):
@@ -346,7 +347,7 @@ cdef int keep_answer(RdmaLink* link, uint64_t key) noexcept nogil:
 
 
 cdef int post_answers(RdmaLink* link) noexcept nogil:
-    """Answer withdrawals; not before a frame that has its place already, perhaps of that key."""
+    """Answer withdrawals, behind a granted frame, which may be of that key."""
     cdef int status = OK
     if (link.frames.next != link.frames.end
             and link.frames.entries[link.frames.next % FRAMES].state == FRAME_GRANTED):
@@ -360,7 +361,7 @@ cdef int post_answers(RdmaLink* link) noexcept nogil:
 
 cdef void drop_grants(RdmaLink* link) noexcept nogil:
     cdef uint32_t i
-    cdef Taken* taken
+    cdef PeerGrant* taken
     for i in range(link.grants.count):
         free(link.grants.all[i])
     free(link.grants.all)

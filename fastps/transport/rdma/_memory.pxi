@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: regions, and the words for what failed. Any thread.
+# Part of _transport.pyx: pinned regions, and the texts of failures. Any thread.
 
 # ---------------------------------------------------------------- failures
 
@@ -15,7 +15,7 @@ cdef const char* trouble_text(int trouble) noexcept nogil:
 
 
 cdef int ask_trouble(Pins* pins) noexcept nogil:
-    """What is wrong with the device itself; work may fail before the news of why has come."""
+    """Return the device's trouble, also before its event: work may fail earlier than that."""
     if fps_load32(&pins.trouble) == 0:
         fps_cas32(&pins.trouble, 0, pins.verbs.find_trouble(pins.device))
     return fps_load32(&pins.trouble)
@@ -23,9 +23,9 @@ cdef int ask_trouble(Pins* pins) noexcept nogil:
 
 cdef void note_failure(RdmaLink* link, const char* what, const char* why,
                        const char* cure) noexcept nogil:
-    """Keep a link's first failure for Python to tell; its opening tells it while it is set up.
+    """Record a link's first failure for Python; its opening raises it during the setup.
 
-    Whatever failed, trouble of the device is the cause. Takes pins.lock.
+    Trouble of the device, if there is any, is the cause of every failure. Takes pins.lock.
     """
     cdef int trouble = ask_trouble(link.pins)
     if trouble:
@@ -40,7 +40,7 @@ cdef void note_failure(RdmaLink* link, const char* what, const char* why,
 
 
 cdef void list_failure(RdmaLink* link) noexcept nogil:
-    """Let the failure of a link outlive it; pins.lock is held."""
+    """Keep the failure of a link after its end; pins.lock is held."""
     cdef Failure* failure = <Failure*>calloc(1, sizeof(Failure))
     if failure == NULL:
         return
@@ -64,7 +64,7 @@ cdef void drop_failures(Pins* pins) noexcept nogil:
 
 cdef Region* pin_region(Pins* pins, char* start, uint64_t nbytes, int access,
                         bint is_temporary, int* error) noexcept nogil:
-    """Pin memory, with one user; NULL and *error when the device refuses."""
+    """Pin memory, with a use count of 1; NULL and *error when the device refuses."""
     cdef Region* region = <Region*>calloc(1, sizeof(Region))
     error[0] = ENOMEM
     if region == NULL:
@@ -92,7 +92,7 @@ cdef Region* pin_region(Pins* pins, char* start, uint64_t nbytes, int access,
 
 cdef Region* find_region(Pins* pins, const char* start, uint64_t nbytes,
                          int access) noexcept nogil:
-    """The lasting region that covers some memory, with one more user; NULL: none."""
+    """Return the lasting region that covers a range, with one more user; NULL: none."""
     cdef Region* region
     pthread_mutex_lock(&pins.lock)
     region = pins.regions
@@ -131,10 +131,10 @@ cdef void leave_region(Pins* pins, Region** held) noexcept nogil:
 
 
 cdef bint end_region(Pins* pins, Region* region) noexcept nogil:
-    """Unpin a lasting region that nobody but the caller uses; False: somebody does."""
+    """Unpin a lasting region; False: it has users beside the caller."""
     cdef Region** place = &pins.regions
     if pins.pid != getpid():
-        return True             # the lock may be held for ever, and the pages are the parent's
+        return True             # a fork: the pages, and perhaps the lock, are the parent's
     pthread_mutex_lock(&pins.lock)
     if region.users > 1:
         pthread_mutex_unlock(&pins.lock)
@@ -149,7 +149,7 @@ cdef bint end_region(Pins* pins, Region* region) noexcept nogil:
 
 
 cdef Region* reach(RdmaLink* link, const char* start, uint64_t nbytes, int access) noexcept nogil:
-    """A region for one frame: a lasting one, else one that ends with the frame."""
+    """Return a region for one frame: a lasting one, else one that ends with the frame."""
     cdef char what[64]
     cdef int error = 0
     cdef Region* region = find_region(link.pins, start, nbytes, access)

@@ -1,26 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: a data path that a Python object provides. Each call takes the GIL.
+# Part of _transport.pyx: the data path of a Python object (pyverbs). Each call takes the GIL.
 
 cdef int errno_of(object error):
-    """Give the number of a system error, whichever class carries it; log what it says."""
+    """Return the errno of an exception of any class, and log its text."""
     log.warning("pyverbs: %s: %s", type(error).__name__, error)
     number = getattr(error, "error_code", None) or getattr(error, "errno", None)
     return number if isinstance(number, int) and number > 0 else EIO
 
 
-cdef int asked(void* target, str method, tuple words) noexcept:
+cdef int call(void* target, str method, tuple arguments) noexcept:
     """Call a method; 0, or the number of its error, which is logged."""
     try:
-        getattr(<object>target, method)(*words)
+        getattr(<object>target, method)(*arguments)
         return 0
     except BaseException as error:
         return errno_of(error)
 
 
-cdef int made(void* device, str method, tuple words, void** handle) noexcept:
-    """The same of a method that makes something; the caller owns a reference to it."""
+cdef int call_for_object(void* device, str method, tuple arguments, void** handle) noexcept:
+    """Call a method that returns an object; the caller owns a reference to it."""
     try:
-        thing = getattr(<object>device, method)(*words)
+        thing = getattr(<object>device, method)(*arguments)
         Py_INCREF(thing)
         handle[0] = <void*>thing
         return 0
@@ -30,18 +30,18 @@ cdef int made(void* device, str method, tuple words, void** handle) noexcept:
 
 cdef int python_open_port(void* device, const Shape* shape, void** port,
                           int* descriptor) noexcept with gil:
-    cdef int error = made(device, "open_port", (shape.sends, shape.receives), port)
+    cdef int error = call_for_object(device, "open_port", (shape.sends, shape.receives), port)
     if error == 0:
         descriptor[0] = (<object>port[0]).descriptor
     return error
 
 
 cdef void python_halt_port(void* port) noexcept with gil:
-    asked(port, "halt", ())
+    call(port, "halt", ())
 
 
 cdef void python_close_port(void* port) noexcept with gil:
-    asked(port, "close", ())
+    call(port, "close", ())
     Py_DECREF(<object>port)
 
 
@@ -56,19 +56,19 @@ cdef void python_describe(void* port, Greeting* greeting) noexcept with gil:
 
 cdef int python_connect(void* port, const Route* route) noexcept with gil:
     gid = (<const char*>route.gid)[:GID_BYTES]
-    return asked(port, "connect", (
+    return call(port, "connect", (
         route.mtu, route.lid, gid, route.queue_pair, route.receive_from, route.send_from))
 
 
 cdef int python_post_send(void* port, const Request* request) noexcept with gil:
-    return asked(port, "post_send", (
+    return call(port, "post_send", (
         request.work, request.opcode, request.address, request.length, request.lkey,
         request.remote, request.rkey, request.imm))
 
 
 cdef int python_post_receive(void* port, uint64_t work, uint64_t address, uint32_t length,
                              uint32_t lkey) noexcept with gil:
-    return asked(port, "post_receive", (work, address, length, lkey))
+    return call(port, "post_receive", (work, address, length, lkey))
 
 
 cdef int python_poll(void* port, Done* done, int room) noexcept with gil:
@@ -89,16 +89,17 @@ cdef int python_poll(void* port, Done* done, int room) noexcept with gil:
 
 
 cdef int python_arm(void* port) noexcept with gil:
-    return asked(port, "arm", ())
+    return call(port, "arm", ())
 
 
 cdef void python_take_event(void* port) noexcept with gil:
-    asked(port, "take_event", ())
+    call(port, "take_event", ())
 
 
 cdef int python_pin(void* device, void* address, uint64_t nbytes, int access,
                     Pinned* pinned) noexcept with gil:
-    cdef int error = made(device, "pin", (<uintptr_t>address, nbytes, access), &pinned.handle)
+    cdef int error = call_for_object(
+        device, "pin", (<uintptr_t>address, nbytes, access), &pinned.handle)
     if error == 0:
         pinned.lkey = (<object>pinned.handle).lkey
         pinned.rkey = (<object>pinned.handle).rkey
@@ -106,7 +107,7 @@ cdef int python_pin(void* device, void* address, uint64_t nbytes, int access,
 
 
 cdef int python_open_window(void* device, Opened* opened) noexcept with gil:
-    return made(device, "open_window", (), &opened.handle)
+    return call_for_object(device, "open_window", (), &opened.handle)
 
 
 cdef void python_end(void* device, void* handle) noexcept with gil:
@@ -125,7 +126,7 @@ cdef int python_post_bind(void* port, uint64_t work, Opened* opened, const Pinne
 
 
 cdef int python_post_unbind(void* port, uint64_t work, const Opened* opened) noexcept with gil:
-    return asked(port, "post_unbind", (work, opened.rkey))
+    return call(port, "post_unbind", (work, opened.rkey))
 
 
 cdef int trouble_by(void* device, str method) noexcept:
@@ -145,7 +146,7 @@ cdef int python_find_trouble(void* device) noexcept with gil:
     return trouble_by(device, "find_trouble")
 
 
-# The words of the statuses that a user may meet.
+# Texts of the statuses that a user may meet.
 cdef dict _STATUSES = {
     1: b"local length error",
     2: b"local queue pair operation error; is the port's link up?",

@@ -9,7 +9,7 @@ cdef int count_frame(RdmaLink* link, const Header* header) noexcept nogil:
 
 
 cdef int take_frame(RdmaLink* link, const char* body, uint32_t length) noexcept nogil:
-    """A small frame with its payload."""
+    """Take a small frame with its payload."""
     cdef Header header
     cdef char* place
     cdef int status
@@ -32,7 +32,7 @@ cdef int take_frame(RdmaLink* link, const char* body, uint32_t length) noexcept 
 
 
 cdef int take_announcement(RdmaLink* link, const char* body, uint32_t length) noexcept nogil:
-    """A large frame is coming: grant the place where its owner wants it."""
+    """Take the header of a large frame, and prepare the grant of its destination."""
     cdef Header* header = &link.landing.header
     cdef int status
     if length != HEADER_BYTES or link.landing.is_open:
@@ -49,7 +49,7 @@ cdef int take_announcement(RdmaLink* link, const char* body, uint32_t length) no
         return E_SYS
     memset(&link.landing.grant, 0, sizeof(GrantNote))
     link.landing.grant.place = <uint64_t><uintptr_t>link.landing.place
-    link.landing.has_grant = True       # pump() tells it
+    link.landing.has_grant = True       # pump() sends it
     drop_given(link, header.key, header)
     status = open_landing(link)
     if link.landing.window != NULL:
@@ -58,7 +58,7 @@ cdef int take_announcement(RdmaLink* link, const char* body, uint32_t length) no
 
 
 cdef int finish_landing(RdmaLink* link) noexcept nogil:
-    """The bytes of the announced frame are there."""
+    """Finish the announced frame, whose bytes have arrived."""
     cdef Header header = link.landing.header
     cdef int status
     if not link.landing.is_open or link.landing.has_grant:
@@ -70,10 +70,10 @@ cdef int finish_landing(RdmaLink* link) noexcept nogil:
 
 
 cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept nogil:
-    """The bytes of a frame are where a standing grant said; make up its header."""
+    """Take a frame written under a standing grant; reconstruct its header."""
     cdef uint32_t index = imm >> IMM_INDEX_SHIFT
     cdef Header header
-    cdef Given* given
+    cdef OwnGrant* given
     cdef char* place
     cdef char* landed
     cdef uint32_t rounds
@@ -82,7 +82,7 @@ cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept n
         return E_PROTOCOL
     given = link.grants.all[index]
     if given.places[0] == NULL:
-        return E_PROTOCOL       # withdrawn before the frame that this answers was sent
+        return E_PROTOCOL       # it was withdrawn before the peer sent this frame
     rounds = ((imm >> IMM_VERSION_SHIFT) - given.header.key_version) % IMM_VERSIONS
     if rounds == 0 or length != (given.header.length - 1) % SEGMENT_BYTES + 1:
         return E_PROTOCOL
@@ -95,7 +95,7 @@ cdef int take_standing(RdmaLink* link, uint32_t imm, uint32_t length) noexcept n
     if status != OK:
         return status
     given.header = header
-    if place != landed:         # the owner does not want it there any more
+    if place != landed:         # the owner has moved its destination
         memcpy(place, landed, header.length)
         link.counts.bytes_copied += header.length
     return count_frame(link, &header)
@@ -108,12 +108,12 @@ cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noex
     if length < NOTE_BYTES or length > MESSAGE_BYTES:
         return E_PROTOCOL
     link.room += note.credits
-    note.credits = 0            # they count once, also if the message has to wait
+    note.credits = 0            # they count once, also if the message is deferred
     if link.room > link.setup.peer.receives:
         return E_PROTOCOL
     length -= NOTE_BYTES
     if link.stage != STAGE_OPEN:
-        status = hear(link, note.kind)
+        status = take_proof(link, note.kind)
         if status != OK or note.kind == NOTE_HELLO:
             return status
     if note.kind == NOTE_FRAME:
@@ -133,9 +133,9 @@ cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noex
 
 
 cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
-    """A posted buffer was used up, by a message or by an immediate number.
+    """Take a message or an immediate number, which has used up a posted buffer.
 
-    E_TIMEOUT: its owner is not ready for it; nothing happened yet.
+    E_TIMEOUT: its owner is not ready for it, and nothing was changed.
     """
     cdef int error
     cdef int status
@@ -151,7 +151,7 @@ cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
     else:
         status = take_standing(link, done.imm, done.length)
     if status == E_PROTOCOL:
-        note_failure(link, b"RDMA ended", b"a message, a frame or a number breaks the protocol",
+        note_failure(link, b"RDMA ended", b"a message of the peer is invalid",
                      b"; use the same version everywhere")
     if status != OK:
         return status
@@ -167,7 +167,7 @@ cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
 # ---------------------------------------------------------------- completions
 
 cdef int finish_work(RdmaLink* link, const Done* done) noexcept nogil:
-    """A work request is complete; they complete in order."""
+    """Finish a work request; they complete in order."""
     cdef Work* work = &link.works.entries[link.works.first % SENDS]
     if link.works.first == link.works.end or done.work != link.works.first:
         return E_SYS
@@ -184,54 +184,54 @@ cdef int finish_work(RdmaLink* link, const Done* done) noexcept nogil:
     return OK
 
 
-cdef int take_kept(RdmaLink* link) noexcept nogil:
-    """Try again what an owner was not ready for; OK also when it still is not."""
+cdef int take_deferred(RdmaLink* link) noexcept nogil:
+    """Retry deferred arrivals; OK also when the owner is still not ready."""
     cdef int status
-    while link.kept.first != link.kept.end:
-        status = take_arrival(link, &link.kept.entries[link.kept.first % RECEIVES])
+    while link.deferred.first != link.deferred.end:
+        status = take_arrival(link, &link.deferred.entries[link.deferred.first % RECEIVES])
         if status != OK:
             return OK if status == E_TIMEOUT else status
-        link.kept.first += 1
+        link.deferred.first += 1
     return OK
 
 
 cdef bint lets_us_send(RdmaLink* link, const Done* done) noexcept nogil:
-    """Tell whether an arrival has no turn: it grants a place or returns credit."""
+    """Return whether an arrival may overtake deferred ones: a grant, or returned credit."""
     cdef const char* message = link.messages + done.work * MESSAGE_BYTES
     if done.work >= RECEIVES or done.has_imm or done.length < NOTE_BYTES:
         return False
     return (<const Note*>message).kind in (NOTE_GRANT, NOTE_CREDIT)
 
 
-cdef int take_or_keep(RdmaLink* link, const Done* done) noexcept nogil:
-    """Take an arrival in its turn. Sends go on meanwhile: owners may wait for those."""
+cdef int take_or_defer(RdmaLink* link, const Done* done) noexcept nogil:
+    """Take an arrival in order, or defer it. Sends go on: owners may wait for those."""
     cdef int status = E_TIMEOUT
-    if link.kept.first == link.kept.end or lets_us_send(link, done):
+    if link.deferred.first == link.deferred.end or lets_us_send(link, done):
         status = take_arrival(link, done)
     if status != E_TIMEOUT:
         return status
-    link.kept.entries[link.kept.end % RECEIVES] = done[0]
-    link.kept.end += 1
+    link.deferred.entries[link.deferred.end % RECEIVES] = done[0]
+    link.deferred.end += 1
     return OK
 
 
 cdef int note_broken(RdmaLink* link, const Done* done) noexcept nogil:
-    """A work request failed: the queue pair takes no more. Why may stand in another one."""
+    """Note a failed work request, after which the queue pair takes no more."""
     link.is_broken = True
     if done.status == STATUS_FLUSHED:
         return OK
     note_failure(link, b"a work request failed", link.verbs.explain(done.status),
-                 b"; check that the peer lives and that the fabric carries RDMA (ibv_devinfo)")
+                 b"; check that the peer lives and that the network carries RDMA (ibv_devinfo)")
     return E_PEER_LOST
 
 
 cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
-    """Work off completions, some batches at most; negative: the link is broken."""
+    """Process some batches of completions; negative: the link is broken."""
     cdef Done done[POLL_BATCH]
     cdef int i, count, batch, status = OK
     has_more[0] = False
-    if link.kept.first != link.kept.end:
-        status = take_kept(link)
+    if link.deferred.first != link.deferred.end:
+        status = take_deferred(link)
         if status == OK:
             status = pump(link)
         if status != OK:
@@ -243,7 +243,7 @@ cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
             return E_PEER_LOST
         if count == 0 and link.is_broken:
             note_failure(link, b"the queue pair failed",
-                         b"the peer wrote where it may not, or what does not fit", b"")
+                         b"the peer wrote outside its grant, or too much", b"")
             return E_PEER_LOST
         if count == 0:
             return OK
@@ -251,7 +251,7 @@ cdef int take_completions(RdmaLink* link, bint* has_more) noexcept nogil:
             if done[i].status:
                 status = note_broken(link, &done[i])
             elif done[i].is_receive:
-                status = take_or_keep(link, &done[i])
+                status = take_or_defer(link, &done[i])
             else:
                 status = finish_work(link, &done[i])
             if status != OK:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: queued items become messages and writes. I/O thread only.
+# Part of _transport.pyx: turns queued items into messages and writes. I/O thread only.
 
 cdef bint commit_frame(RdmaLink* link) noexcept nogil:
-    """Take the most urgent frame off the queue; False: there is none, or enough are under way."""
+    """Take the most urgent frame off the queue; False: none is there, or enough are in flight."""
     cdef uint32_t count = link.frames.end - link.frames.first
     cdef Frame* frame = &link.frames.entries[link.frames.end % FRAMES]
     cdef SendItem* item
@@ -26,7 +26,7 @@ cdef bint commit_frame(RdmaLink* link) noexcept nogil:
 
 
 cdef void note_pace(RdmaLink* link, Frame* frame) noexcept nogil:
-    """Learn from a large frame how long a byte takes."""
+    """Update the time that a byte takes from a large frame."""
     cdef double pace
     if frame.header.length <= EAGER_BYTES:
         return
@@ -37,7 +37,7 @@ cdef void note_pace(RdmaLink* link, Frame* frame) noexcept nogil:
 
 
 cdef void finish_frame(RdmaLink* link, Frame* frame) noexcept nogil:
-    """All bytes of a frame have left our memory."""
+    """Finish a frame whose bytes have all left the memory of its owner."""
     note_pace(link, frame)
     frame.state = FRAME_SENT
     leave_region(link.pins, &frame.region)
@@ -52,7 +52,7 @@ cdef void finish_frame(RdmaLink* link, Frame* frame) noexcept nogil:
 
 
 cdef int post_eager(RdmaLink* link, Frame* frame) noexcept nogil:
-    """Send a small frame with its header; its bytes have left our owner's memory then."""
+    """Send a small frame with its header, from a copy: the frame is finished then."""
     cdef char* buffer = message_buffer(link)
     cdef int status
     memcpy(buffer + NOTE_BYTES, &frame.header, HEADER_BYTES)
@@ -74,7 +74,7 @@ cdef int post_announcement(RdmaLink* link, Frame* frame) noexcept nogil:
     return post_message(link, NOTE_ANNOUNCE, NOTE_BYTES + HEADER_BYTES, WORK_MESSAGE)
 
 
-cdef void use_standing(RdmaLink* link, Frame* frame, Taken* taken) noexcept nogil:
+cdef void use_standing(RdmaLink* link, Frame* frame, PeerGrant* taken) noexcept nogil:
     cdef uint32_t version = frame.header.key_version
     taken.header.key_version = version
     frame.state = FRAME_GRANTED
@@ -86,7 +86,7 @@ cdef void use_standing(RdmaLink* link, Frame* frame, Taken* taken) noexcept nogi
 
 
 cdef int post_writes(RdmaLink* link, Frame* frame) noexcept nogil:
-    """Write what is left of a granted frame, as far as there is room."""
+    """Write the rest of a granted frame, as far as there is room."""
     cdef Request request
     cdef uint32_t left = frame.header.length - frame.posted
     cdef int status = OK
@@ -113,8 +113,8 @@ cdef int post_writes(RdmaLink* link, Frame* frame) noexcept nogil:
 
 
 cdef int post_frame(RdmaLink* link, Frame* frame) noexcept nogil:
-    """Do what can be done now for the frame whose turn it is."""
-    cdef Taken* taken
+    """Advance the frame whose turn it is, as far as possible now."""
+    cdef PeerGrant* taken
     if frame.state == FRAME_NEW and frame.header.length <= EAGER_BYTES:
         return post_eager(link, frame) if may_send(link, RESERVE) else OK
     if frame.state == FRAME_NEW:
@@ -137,7 +137,7 @@ cdef int post_frames(RdmaLink* link) noexcept nogil:
     while True:
         if link.frames.next == link.frames.end and not commit_frame(link):
             return OK
-        # Only now: what was taken back before this frame was queued is told before it.
+        # Only now: withdrawals from before this frame was queued go ahead of it.
         status = keep_promises(link)
         if status != OK:
             return status
@@ -148,7 +148,7 @@ cdef int post_frames(RdmaLink* link) noexcept nogil:
 
 
 cdef int pump(RdmaLink* link) noexcept nogil:
-    """Send whatever may be sent; negative: the link is broken."""
+    """Send everything that may be sent; negative: the link is broken."""
     cdef int status
     if link.stage != STAGE_OPEN or link.base.is_over or link.is_broken:
         return OK
@@ -170,7 +170,7 @@ cdef int pump(RdmaLink* link) noexcept nogil:
 
 
 cdef void drop_frames(RdmaLink* link, int status) noexcept nogil:
-    """Give back what was taken off the queue; the queue pair is gone."""
+    """Return the items of unsent frames to their owners; the queue pair is destroyed."""
     cdef Frame* frame
     while link.frames.first != link.frames.end:
         frame = &link.frames.entries[link.frames.first % FRAMES]

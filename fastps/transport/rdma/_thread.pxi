@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: what the base calls; links are served and end here. I/O thread only.
+# Part of _transport.pyx: the functions of LinkOps, which serve and end links. I/O thread only.
 
 # ---------------------------------------------------------------- serving
 
@@ -9,12 +9,12 @@ cdef int serve_completions(RdmaLink* link) noexcept nogil:
     if has_more:
         kick_io(&link.base)
     if status == OK and link.base.deadline and link.stage == STAGE_OPEN and link.base.has_bye:
-        return E_SHUTDOWN       # the connection had ended before we saw the BYE
+        return E_SHUTDOWN       # the connection ended before the BYE was seen
     return status
 
 
 cdef int read_connection(RdmaLink* link) noexcept nogil:
-    """The connection says something after the greeting: it ends."""
+    """Handle the end of the connection, which carries nothing after the greeting."""
     cdef char byte
     cdef ssize_t count = recv(link.base.fd, &byte, 1, MSG_DONTWAIT)
     cdef int status
@@ -23,7 +23,7 @@ cdef int read_connection(RdmaLink* link) noexcept nogil:
     status = why_ended(link, count)
     if status != E_PEER_LOST:
         return status
-    # What was sent before may still stand in the completion queue, a BYE among it.
+    # Messages sent before may still be in the completion queue, a BYE among them.
     status = serve_completions(link)
     if status != OK:
         return status
@@ -48,7 +48,7 @@ cdef int rdma_serve(BaseLink* base) noexcept nogil:
 
 
 cdef void serve_trouble(RdmaThread* own) noexcept nogil:
-    """The device itself failed: all links over it end."""
+    """Read an event of the device; if the device failed, end all links over it."""
     cdef int trouble = own.pins.verbs.take_trouble(own.pins.device)
     cdef BaseLink* link
     cdef int i
@@ -59,7 +59,7 @@ cdef void serve_trouble(RdmaThread* own) noexcept nogil:
         pthread_mutex_lock(&own.threads[i].lock)
         link = own.threads[i].links
         while link != NULL:
-            note_failure(<RdmaLink*>link, b"", b"", b"")    # the trouble is what it tells
+            note_failure(<RdmaLink*>link, b"", b"", b"")    # its text names the trouble
             begin_close(link, E_PEER_LOST)
             list_kicked(link)
             link = link.next
@@ -84,14 +84,14 @@ cdef void rdma_event(IoThread* io, uint64_t what, uint32_t events) noexcept nogi
         settle(&link.base, read_greeting(link))
 
 
-cdef int rdma_late(BaseLink* base) noexcept nogil:
+cdef int rdma_expired(BaseLink* base) noexcept nogil:
     cdef RdmaLink* link = <RdmaLink*>base
     if link.stage != STAGE_OPEN:
-        note_failure(link, b"no RDMA", why_late(link),
-                     b"; see fastps doctor on both machines, and FASTPS_TRANSPORT")
+        note_failure(link, b"no RDMA", expired_text(link),
+                     b"; check by `fastps doctor` on both machines, or set FASTPS_TRANSPORT=tcp")
         return E_LINK_TIMEOUT
     if base.waiting_since and not link.is_broken:
-        return OK               # what waits for its owner has a limit of its own
+        return OK               # a deferred frame has a limit of its own
     return E_PEER_LOST
 
 
@@ -102,10 +102,10 @@ cdef double rdma_pace(BaseLink* base) noexcept nogil:
 # ---------------------------------------------------------------- end of a link
 
 cdef void close_port(RdmaLink* link) noexcept nogil:
-    """End the queue pair; what it used is unpinned after it.
+    """Destroy the queue pair, then unpin its memory.
 
-    Windows go between its last work and its end: one that is bound keeps some devices from ending
-    it, and a bind that is still to come must not find another window in place of its own.
+    Windows are closed between its last work request and its end. A bound window keeps some devices
+    from destroying the pair, and a posted bind must not find another window in place of its own.
     """
     if link.port != NULL:
         link.verbs.halt_port(link.port)
@@ -122,12 +122,12 @@ cdef void rdma_stop(BaseLink* base, int status) noexcept nogil:
     if link.is_polled:
         watch(base.io, EPOLL_CTL_DEL, link.completion_fd, 0, 0)
         watch(base.io, EPOLL_CTL_DEL, base.fd, 0, 0)
-    close_port(link)            # nothing lands and nothing leaves any more
+    close_port(link)            # no transfers after this
     leave_region(link.pins, &link.landing.region)
     drop_frames(link, status)
     drop_grants(link)
     if link.setup.opening != NULL:
-        fail(link)
+        fail_opening(link)
 
 
 cdef void rdma_release(BaseLink* base) noexcept nogil:
@@ -147,5 +147,5 @@ OPS.serve = rdma_serve
 OPS.stop = rdma_stop
 OPS.release = rdma_release
 OPS.event = rdma_event
-OPS.late = rdma_late
+OPS.expired = rdma_expired
 OPS.pace = rdma_pace

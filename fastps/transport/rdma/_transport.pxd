@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-# What the RDMA transport needs of a device: a table of calls, filled in by a data path.
+# The calls that the RDMA transport makes to a device: a table, filled in by a data path.
 #
-# A port is one queue pair with a completion queue of its own. Everything here is callable without
-# the GIL; a data path that needs it takes it itself. One thread uses a port at a time.
+# A port is one queue pair with a completion queue of its own. All calls are made without the GIL;
+# a data path that needs the GIL takes it itself. One thread uses a port at a time.
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef enum:
@@ -10,7 +10,7 @@ cdef enum:
     GREETING_VERSION = 3
     GID_BYTES = 16
 
-# What two ends tell each other over the authenticated TCP connection before they use RDMA.
+# The two ends exchange greetings over the authenticated TCP connection before they use RDMA.
 cdef packed struct Greeting:
     uint32_t magic          # GREETING_MAGIC
     uint16_t version        # GREETING_VERSION
@@ -19,12 +19,12 @@ cdef packed struct Greeting:
     uint32_t lid            # of the port, 0 on Ethernet
     uint32_t queue_pair
     uint32_t first_packet   # sequence number of the first packet
-    uint32_t receives       # how many messages may be on their way to this end
-    uint32_t message_bytes  # how long each may be
+    uint32_t receives       # messages that may be in flight to this end
+    uint32_t message_bytes  # the longest message
     uint8_t gid[GID_BYTES]
-    uint32_t checksum       # crc32c of what stands before
+    uint32_t checksum       # crc32c of the fields before
 
-# How a queue pair reaches its peer.
+# The address of the peer's queue pair.
 cdef struct Route:
     uint8_t mtu             # as in the greeting
     uint32_t lid
@@ -58,7 +58,7 @@ cdef struct Done:
     uint32_t imm
 
 cdef struct Shape:
-    uint32_t sends          # requests on their way at a time
+    uint32_t sends          # work requests in flight
     uint32_t receives
 
 cdef struct Pinned:
@@ -71,9 +71,9 @@ cdef struct Opened:
     uint32_t rkey           # of the last bind
 
 cdef enum Access:
-    ACCESS_READ = 0         # the device may read it, for what we send
-    ACCESS_LOCAL = 1        # the device may write what is sent to us
-    ACCESS_REMOTE = 3       # a peer may: by windows, or where there are none by the region's key
+    ACCESS_READ = 0         # the device may read it, to send
+    ACCESS_LOCAL = 1        # the device may write it, to receive messages
+    ACCESS_REMOTE = 3       # a peer may write it: by windows, or without them by the region's key
 
 cdef enum Trouble:
     TROUBLE_DEVICE = 1
@@ -81,19 +81,19 @@ cdef enum Trouble:
     TROUBLE_ADDRESS = 3
 
 cdef struct Verbs:
-    # A queue pair that can receive, and the descriptor that tells of completions; 0 or an errno.
+    # Make a queue pair that can receive; its descriptor signals completions. 0 or an errno.
     int (*open_port)(void* device, const Shape* shape, void** port,
                      int* descriptor) noexcept nogil
-    void (*halt_port)(void* port) noexcept nogil        # afterwards nothing lands any more
+    void (*halt_port)(void* port) noexcept nogil        # nothing lands after this
     void (*close_port)(void* port) noexcept nogil       # its windows are closed
-    void (*describe)(void* port, Greeting* greeting) noexcept nogil     # fill in what it knows
+    void (*describe)(void* port, Greeting* greeting) noexcept nogil     # fill in the address
     # Take the queue pair to the state in which it sends; 0 or an errno.
     int (*connect)(void* port, const Route* route) noexcept nogil
     int (*post_send)(void* port, const Request* request) noexcept nogil
     int (*post_receive)(void* port, uint64_t work, uint64_t address, uint32_t length,
                         uint32_t lkey) noexcept nogil
-    int (*poll)(void* port, Done* done, int room) noexcept nogil    # how many; -1: broken
-    int (*arm)(void* port) noexcept nogil               # tell of the next completion
+    int (*poll)(void* port, Done* done, int room) noexcept nogil    # number of done; -1: broken
+    int (*arm)(void* port) noexcept nogil               # signal the next completion
     void (*take_event)(void* port) noexcept nogil       # the descriptor was readable
     # 0 or an errno.
     int (*pin)(void* device, void* address, uint64_t nbytes, int access,
@@ -102,22 +102,22 @@ cdef struct Verbs:
     # Windows of type 2B: a key for one range, on one queue pair. 0 or an errno.
     int (*open_window)(void* device, Opened* opened) noexcept nogil
     void (*close_window)(void* device, void* handle) noexcept nogil     # its key is void then
-    # Bind a window that is not bound; opened tells the new key.
+    # Bind a window that is not bound; opened gets the new key.
     int (*post_bind)(void* port, uint64_t work, Opened* opened, const Pinned* pinned,
                      uint64_t address, uint64_t nbytes) noexcept nogil
     int (*post_unbind)(void* port, uint64_t work, const Opened* opened) noexcept nogil
-    int (*take_trouble)(void* device) noexcept nogil    # a Trouble; 0: nothing that ends links
-    int (*find_trouble)(void* device) noexcept nogil    # the same, told or not yet: look for it
+    int (*take_trouble)(void* device) noexcept nogil    # read one event: a Trouble, or 0
+    int (*find_trouble)(void* device) noexcept nogil    # query the state: a Trouble, or 0
     const char* (*explain)(int status) noexcept nogil   # of a Done
 
 cdef class VerbsDevice:
     """An open device with its protection domain; a data path fills in the table of calls."""
     cdef Verbs verbs
     cdef void* device               # the data path's
-    cdef int trouble_descriptor     # readable when the device has something to say; -1: never
+    cdef int trouble_descriptor     # readable when the device has an event; -1: there is none
     cdef readonly uint32_t inline_bytes
     cdef readonly uint64_t max_message_bytes
-    cdef readonly bint has_windows  # else a granted key opens its whole region, to all links
+    cdef readonly bint has_windows  # else a granted key opens the whole region to all links
     cdef readonly str name
     cdef readonly str data_path
     cdef object __weakref__

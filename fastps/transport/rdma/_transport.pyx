@@ -1,46 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """RDMA links: reliable queue pairs driven by I/O threads that never take the GIL themselves.
 
-Theory of operation. Threads, queues, credit and ends are the base's (_io_thread.pxi), and so is
-what becomes of a frame that its owner puts off. A link is a queue pair and the authenticated TCP
-connection over which its two ends told each other how to reach it. A message goes each way before
-the owner gets the link, so that a fabric that carries nothing is found out while TCP can still
-take its place. The connection stays open and carries nothing more: its end is the news that the
-peer has gone, at once and without a time-out of the device. Frames of at most EAGER_BYTES travel
-as messages into buffers that the receiver has posted. A larger frame is announced by a message
-with its header; the receiver's owner says where it lands, the receiver grants that place, and the
-sender writes the payload there, with an immediate number that tells the receiver that it is
-complete. Where the owner promises that later rounds of the same frame will land at known places
-(`standing`), the grant holds for them too: then a frame is one work request, and the immediate
-number names the grant, the round and the flags of its header. An owner takes a promise back with
-`withdraw`, before it sends what may bring the next such frame; or it has the peer answer, behind
-the last write that used the promise.
+Theory of operation. _io_thread.pxi has the threads, queues, credit and ends, and handles frames
+that an owner defers. A link is a queue pair and the authenticated TCP connection over which its
+two ends exchanged the addresses of their queue pairs. A message goes each way before the owner
+gets the link. So a fabric that carries nothing is detected while TCP can still replace RDMA. The
+connection stays open and carries nothing more: its end shows at once that the peer has ended,
+without a timeout of the device.
 
-The receiver is always ready. Each message and each immediate number uses up one posted buffer;
-the sender counts them, and the receiver returns them with its own messages or, when it has
-nothing to say, with a message of their own, for which the last RESERVE buffers are kept.
+Frames of at most EAGER_BYTES are sent eagerly, as messages into buffers that the receiver has
+posted. Larger frames use a rendezvous. The sender announces a frame by a message with its header.
+The receiver's owner says where it lands, and the receiver grants that address. The sender writes
+the payload there, with an immediate number that tells the receiver that it is complete. If the
+owner knows where later rounds of the same frame will land (`standing`), the grant holds for them
+too. Then a frame is one work request, and its immediate number has the index of the grant, the
+round and the flags of the header. An owner takes a standing grant back by `withdraw`, before it
+sends anything that lets the peer send the next such frame. Or it asks the peer to answer, behind
+the last write that used the grant.
 
-Memory. Slabs are pinned once, tensors on first use until they are evicted, anything else for one
-frame only, because memory that was given back to the system may return elsewhere.
+The receiver is always ready. Each message and each immediate number uses up one posted buffer; the
+sender counts them. The receiver returns them with its own messages or, when it has none to send,
+with a message for that purpose, for which the last RESERVE buffers are kept.
 
-Keys. A region's own key lets nobody write. Each place of a grant gets a memory window (of type
-2B): a key for these bytes, for writing, on this queue pair. It is bound by a work request just
-before the message that tells the grant, so a grant costs one to three binds, and a frame that a
-standing grant covers none. The window of an announced frame is made void by a work request as
-soon as the frame has landed, those of a standing grant when it is taken back, before anything
-that was queued after that leaves; then they are spare, under another key. Until its window is
-void a region is in use. Memory that is pinned for one frame goes back to its owner with the
-frame: there the window is closed, which does not wait for the queue pair, and for that the bind
-must be complete before the grant is told. On devices without windows a grant tells the region's
-key.
+Memory. Slabs are pinned once, tensors on first use until they are evicted. Other memory is pinned
+for one frame only, because memory that was freed may be mapped elsewhere later.
+
+Keys. A region's own key allows no writes. Each address of a grant gets a memory window (type 2B):
+a key for these bytes, for writing, on this queue pair. It is bound by a work request just before
+the message with the grant. So a grant costs one to three binds, and a frame under a standing grant
+none. The window of an announced frame is revoked by a work request as soon as the frame has
+landed. Windows of a standing grant are revoked when it is withdrawn, before anything queued after
+that leaves. Then they are spare, under another key. Until its window is revoked a region is in
+use. Memory that is pinned for one frame goes back to its owner with the frame. There the window is
+closed instead, which does not wait for the queue pair; for that, its bind must be complete before
+the grant is sent. On devices without windows a grant has the region's key.
 
 Invariants. Only a link's I/O thread touches its queue pair and pops its queue. At most one
-announced frame per direction waits for its bytes. What arrives is taken in order, and waits while
-its owner is not ready for it; only grants and credit pass what waits, since the owner may be
-waiting for what they let us send. A frame is sent when all frames before it have been posted, so
-frames arrive in order. Before `closed` the queue pair is halted, its windows are closed and it is
-destroyed, in this order: nothing lands any more. While keys wait for room to be made void, nothing
-else is posted. Lock order: io.lock, then pins.lock.
+announced frame per direction waits for its bytes. Arrivals are taken in order, and wait while the
+owner is not ready. Only grants and credit overtake them, because the owner may wait for frames
+that they let us send. A frame is sent when all frames before it have been posted, so frames arrive
+in order. Before `closed` the queue pair is halted, its windows are closed and it is destroyed, in
+this order: nothing lands after that. While revocations wait for room, nothing else is posted. Lock
+order: io.lock, then pins.lock.
 """
 
 cimport cython
@@ -88,34 +89,34 @@ cdef extern from "<stdlib.h>" nogil:
 
 cdef enum:
     MESSAGE_BYTES = 4096        # of a posted buffer; a page
-    SENDS = 64                  # requests of a link on their way
+    SENDS = 64                  # work requests of a link in flight
     RECEIVES = 64               # buffers that a link has posted
-    RESERVE = 2                 # buffers of the peer that only returned credit may use
-    RETURN_AT = RECEIVES / 2    # used buffers that are reported in a message of their own
+    RESERVE = 2                 # buffers of the peer that only credit messages may use
+    RETURN_AT = RECEIVES / 2    # used buffers at which a credit message is sent
     FRAMES = 32                 # frames taken off the queue and not yet sent
     COMMIT_BYTES = 4 << 20      # the same in bytes, from the second frame on
     SEGMENT_BYTES = 8 << 20     # the longest single write
     POLL_BATCH = 16
     SERVE_BATCHES = 16          # batches of completions before the other links have their turn
     BUCKETS = 1024              # of the grants of a link, by key
-    REUSE_AFTER = 256           # withdrawn grants before the number of one is used again
+    REUSE_AFTER = 256           # spare grants that keep their index before one is used again
     MAX_GRANTS = 1 << 20        # what fits into an immediate number
-    BORROW_BYTES = 4 << 20      # what a starved link sends beyond its credit
+    BORROW_BYTES = 4 << 20      # a link without credit for too long sends beyond its credit
     PACE_SHARE = 8              # weight of the past in the time that a byte takes
     GRACE_NS = 100000000        # from the end of the connection to the last completion
-    IDLE_SHARE = 16             # a part of the bytes held may be arrays that nobody else has
-    IDLE_HOLDS = 64             # how many others are used before such an array is let go, and more
+    IDLE_SHARE = 16             # limit / IDLE_SHARE: bytes held before idle arrays are dropped
+    IDLE_HOLDS = 64             # an array is idle after at least so many uses of others
     TEXT_BYTES = 256
     PAGE = 4096
     READY = 0x52                # "R": the queue pair of the sender of this byte can receive
-    STATUS_FLUSHED = 5          # a request that was cut short by the failure of another
+    STATUS_FLUSHED = 5          # of a request that was cancelled by the failure of another
     EVENT_COMPLETION = 1        # added to the address of a link, which is even
     EVENT_TROUBLE = 2
 
 cdef enum Stage:
     STAGE_GREETING = 0          # our greeting was sent; the peer's is awaited
-    STAGE_READY = 1             # our queue pair can receive; the peer's word is awaited
-    STAGE_PROOF = 2             # our hello is under way; it and the peer's are awaited
+    STAGE_READY = 1             # our queue pair can receive; the peer's READY is awaited
+    STAGE_PROOF = 2             # our hello was sent; its completion and the peer's are awaited
     STAGE_OPEN = 3              # the owner has the link
 
 cdef enum NoteKind:
@@ -125,7 +126,7 @@ cdef enum NoteKind:
     NOTE_CREDIT = 4
     NOTE_WITHDRAW = 5           # standing grants of a key are void
     NOTE_HELLO = 6              # the first message of all, as long as a message may be
-    NOTE_WITHDRAWN = 7          # answers a WITHDRAW whose index is ANSWER: none is used any more
+    NOTE_WITHDRAWN = 7          # answer to a WITHDRAW with ANSWER: the grants are no longer used
 
 cdef packed struct Note:
     uint8_t kind
@@ -143,7 +144,7 @@ cdef packed struct GrantNote:
     uint32_t rkeys[2]
 
 cdef enum:
-    ANSWER = 1                  # as index of a WITHDRAW: say WITHDRAWN
+    ANSWER = 1                  # index of a WITHDRAW that asks for WITHDRAWN
     NOTE_BYTES = 16
     EAGER_BYTES = MESSAGE_BYTES - NOTE_BYTES - HEADER_BYTES
     IMM_ANNOUNCED = 1 << 31     # the payload of the announced frame; otherwise a standing grant
@@ -191,14 +192,14 @@ cdef struct Pins:
     Region* regions
     Verbs* verbs
     void* device
-    int pid                     # a fork shares the device, and must leave it alone
-    int32_t trouble             # Trouble that the device has had, the first; atomic
+    int pid                     # a forked child shares the device and must not use it
+    int32_t trouble             # first Trouble of the device; atomic
     bint has_windows            # else a region's own key is granted
     int64_t windows             # open now; pins.lock
     uint64_t pinned_bytes       # now, except for buffers of messages
     uint64_t pinnings           # ever
-    uint64_t temporary          # of these for one frame only
-    Failure* failures           # of links that worked, latest first; lock
+    uint64_t temporary          # of these, for one frame only
+    Failure* failures           # of links that were open, latest first; lock
 
 cdef struct Frame:
     SendItem* item
@@ -207,19 +208,19 @@ cdef struct Frame:
     Header header
     const char* payload
     uint32_t posted             # bytes
-    int64_t begun               # when its turn came
+    int64_t begun               # when it was taken off the queue
     Region* region
     uint64_t remote
     uint32_t rkey
     uint32_t imm
 
-cdef struct Window:             # what lets the peer write to one place
-    Opened opened               # without a handle: the key of the region
+cdef struct Window:             # lets the peer write one range
+    Opened opened               # without a handle: the region's key is used
     int state
     Region* region              # NULL: the window is spare
     char* start
     uint64_t nbytes
-    Window* next                # spare, or to be made void
+    Window* next                # spare, or to be revoked
     Window* sibling             # of the same link
 
 cdef struct Work:
@@ -227,19 +228,19 @@ cdef struct Work:
     uint32_t frame
     Window* window              # of WORK_BIND and WORK_UNBIND
 
-cdef struct Taken:              # a standing grant that the peer gave us
+cdef struct PeerGrant:          # a standing grant of the peer to us
     Header header               # as it was announced; key_version: of the last frame
     uint32_t index
     uint64_t places[2]
     uint32_t rkeys[2]
-    Taken* next
+    PeerGrant* next
 
-cdef struct Given:              # a standing grant that we gave
+cdef struct OwnGrant:           # a standing grant of ours to the peer
     Header header
     uint32_t index
     char* places[2]
-    Window* windows[2]          # and with them the regions
-    Given* next                 # of the same bucket, or of the withdrawn
+    Window* windows[2]          # which have the regions
+    OwnGrant* next                 # of the same bucket, or of the withdrawn
 
 cdef struct Withdrawal:
     uint64_t key
@@ -251,18 +252,18 @@ cdef struct RdmaCounts:
     uint64_t standing           # frames that needed none
     uint64_t credit_messages
     uint64_t binds              # of windows
-    uint64_t bytes_copied       # of payloads, by us: small frames, twice
+    uint64_t bytes_copied       # of payloads, by this process; small frames count twice
 
-cdef struct Setup:              # how the two ends find each other
+cdef struct Setup:              # state of a link until it is open
     bint greets_first
     bint is_heard               # the peer's hello came
-    bint is_proven              # and ours arrived there
+    bint is_proven              # our hello arrived there
     PyObject* opening           # a reference
     Greeting mine
     Greeting peer
     uint32_t greeted            # bytes of the peer's greeting
 
-cdef struct Works:              # requests on their way
+cdef struct Works:              # work requests in flight
     Work entries[SENDS]
     uint32_t first
     uint32_t end
@@ -273,27 +274,27 @@ cdef struct Frames:             # taken off the queue
     uint32_t next               # to be posted next
     uint32_t end
     uint64_t committed          # bytes
-    double ns_per_byte          # of late, from a frame's turn to its end; 0: not known
+    double ns_per_byte          # moving average, from `begun` of a frame to its end; 0: not known
 
-cdef struct Kept:               # what arrived and its owner is not ready for, in order
+cdef struct Deferred:           # arrivals for which the owner is not ready, in order
     Done entries[RECEIVES]
     uint32_t first
     uint32_t end
 
-cdef struct Grants:             # that stand
-    Taken* taken[BUCKETS]
-    Given* given[BUCKETS]
-    Given** all                 # that we gave, by index
+cdef struct Grants:             # standing ones
+    PeerGrant* taken[BUCKETS]
+    OwnGrant* given[BUCKETS]
+    OwnGrant** all              # of ours, by index
     uint32_t count
-    Given* spare_first          # withdrawn, oldest first
-    Given* spare_last
+    OwnGrant* spare_first       # withdrawn, oldest first
+    OwnGrant* spare_last
     uint32_t spares
 
 cdef struct Landing:            # the announced frame
     bint is_open                # it waits for its bytes
-    bint has_grant              # and this is still to be told
+    bint has_grant              # its grant is not sent yet
     GrantNote grant
-    Given* offered              # what stands of it; NULL: nothing
+    OwnGrant* offered           # the standing grant in it; NULL: none
     Header header
     char* place
     Region* region              # until the window has it
@@ -302,10 +303,10 @@ cdef struct Landing:            # the announced frame
 cdef struct Windows:
     Window* all
     Window* spare
-    Window* revoked             # to be made void
-    uint32_t n_revoked          # these, and those whose end is posted
+    Window* revoked             # to be revoked
+    uint32_t n_revoked          # these, and those whose revocation is posted
 
-cdef struct Promises:           # what is taken back
+cdef struct Promises:           # withdrawals of standing grants
     pthread_mutex_t lock
     Withdrawal* withdrawn       # lock
     uint32_t withdrawn_count
@@ -325,22 +326,22 @@ cdef struct RdmaLink:           # I/O thread only, except for promises
     bint is_polled
     bint is_broken
     int stage
-    char failure[TEXT_BYTES]    # what went wrong first, empty: nothing; pins.lock
+    char failure[TEXT_BYTES]    # text of the first failure, or empty; pins.lock
     char* messages              # RECEIVES buffers, then SENDS
     Pinned messages_pinned
     uint32_t inline_bytes
     uint32_t room               # buffers that the peer has posted for us
-    uint32_t owed               # buffers posted anew that the peer does not know of
+    uint32_t owed               # buffers posted anew, of which the peer does not know yet
     Setup setup
     Works works
     Frames frames
-    Kept kept
+    Deferred deferred
     Grants grants
     Landing landing
     Windows windows
     Promises promises
 
-cdef struct RdmaThread:         # what an I/O thread has beside its links
+cdef struct RdmaThread:         # data of an I/O thread beside its links
     Pins* pins
     IoThread* threads           # all of the transport's, for trouble of the device
     int n_threads

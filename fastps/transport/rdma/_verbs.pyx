@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native data path of RDMA: calls of libibverbs, none of which takes the GIL.
 
-Built only where the header of libibverbs is found; the library itself is looked for at import,
-which raises ImportError where it is missing. A device is opened by name; its queue pairs,
-completion queues and regions are made here, because the pointers inside pyverbs' objects cannot
-be reached from other modules.
+Built only where the header of libibverbs is found. The library itself is loaded at import, which
+raises ImportError where it is missing. A device is opened by name. Its queue pairs, completion
+queues and regions are made here, because other modules cannot access the pointers inside pyverbs'
+objects.
 """
 
 cimport cython
@@ -245,7 +245,7 @@ cdef struct Port:
 # ---------------------------------------------------------------- queue pairs
 
 cdef inline int last_error() noexcept nogil:
-    """Why a call gave nothing: some drivers do not say."""
+    """Return the errno of a failed call, or EIO: some drivers set none."""
     return errno if errno else EIO
 
 
@@ -257,7 +257,7 @@ cdef int set_state(ibv_qp* pair, int state) noexcept nogil:
 
 
 cdef void end_pair(ibv_qp* pair) noexcept nogil:
-    """Destroy a queue pair; one that cannot be is at least made deaf."""
+    """Destroy a queue pair; reset it first if that fails, so that it receives nothing."""
     if ibv_destroy_qp(pair):
         set_state(pair, IBV_QPS_RESET)
         ibv_destroy_qp(pair)
@@ -279,7 +279,7 @@ cdef void verbs_close_port(void* handle) noexcept nogil:
 
 
 cdef int begin_pair(Port* port) noexcept nogil:
-    """Let the queue pair take receives; 0 or an errno."""
+    """Move the queue pair to the state in which it takes receives; 0 or an errno."""
     cdef ibv_qp_attr attributes
     memset(&attributes, 0, sizeof(attributes))
     attributes.qp_state = IBV_QPS_INIT
@@ -322,7 +322,7 @@ cdef ibv_qp* create_pair(ibv_pd* domain, ibv_cq* queue, const Shape* shape,
 
 
 cdef uint32_t find_inline(ibv_context* context, ibv_pd* domain) noexcept nogil:
-    """How many bytes the device takes inline: no query tells, so queue pairs are tried."""
+    """Return the bytes that the device takes inline. There is no query: try queue pairs."""
     cdef uint32_t wish = INLINE_WISH
     cdef Shape shape
     cdef ibv_qp* pair
@@ -341,12 +341,12 @@ cdef uint32_t find_inline(ibv_context* context, ibv_pd* domain) noexcept nogil:
 
 
 cdef uint16_t find_partition(ibv_context* context, uint8_t port) noexcept nogil:
-    """Index of the first partition in which we are a full member, else the first of all."""
+    """Return the index of the first partition with full membership, else 0."""
     cdef uint16_t key, index
     for index in range(<uint16_t>MAX_PKEYS):
         if ibv_query_pkey(context, port, index, &key):
             break
-        # numbers stand as they travel; the first byte has the bit
+        # in network byte order: the first byte has the bit
         if (<uint8_t*>&key)[0] & FULL_MEMBER >> 8:
             return index
     return 0
@@ -592,11 +592,11 @@ if missing != NULL:
 
 
 cdef int protect_forks() except -1:
-    """Keep pinned pages ours when this process forks; kernels from 5.12 do so by themselves."""
+    """Keep pinned pages in this process when it forks; kernels from 5.12 do so by themselves."""
     if ibv_is_fork_initialized() != IBV_FORK_UNNEEDED and ibv_fork_init():
         raise TransportError(
-            "a fork would part this process from its pinned memory on this kernel: call "
-            "fastps.init() before others use RDMA, or set RDMAV_FORK_SAFE=1, or use Linux 5.12")
+            "a fork would separate this process from its pinned memory on this kernel; call "
+            "fastps.init() before others use RDMA, set RDMAV_FORK_SAFE=1, or use Linux 5.12")
     return 0
 
 
@@ -605,7 +605,7 @@ cdef ibv_context* open_by_name(bytes name) except NULL:
     cdef int i, error = ENODEV, count = 0
     cdef ibv_device** devices = ibv_get_device_list(&count)
     if devices == NULL:
-        raise OSError(errno, f"no list of devices: {os.strerror(errno)}")
+        raise OSError(errno, f"cannot list RDMA devices: {os.strerror(errno)}")
     for i in range(count):
         if context == NULL and strcmp(ibv_get_device_name(devices[i]), name) == 0:
             context = ibv_open_device(devices[i])
@@ -631,7 +631,7 @@ cdef class NativeDevice(VerbsDevice):
         cdef ibv_port_attr attributes
         cdef ibv_device_attr abilities
         if device == NULL:
-            raise MemoryError("no memory for a device")
+            raise MemoryError(f"no memory for the device {name}")
         device.pid = getpid()
         self.device = device
         self.name = name
@@ -640,7 +640,7 @@ cdef class NativeDevice(VerbsDevice):
         protect_forks()
         device.domain = ibv_alloc_pd(device.context)
         if device.domain == NULL:
-            raise OSError(errno, f"no protection domain: {os.strerror(errno)}")
+            raise OSError(errno, f"cannot make a protection domain: {os.strerror(errno)}")
         if (ibv_query_port(device.context, port, &attributes)
                 or ibv_query_gid(device.context, port, gid_index, &device.gid)):
             raise OSError(EIO, f"port {port} cannot be queried")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: keys that let the peer write, each for one place and this link alone. I/O
+# Part of _transport.pyx: memory windows, keys that let the peer write one range over one link. I/O
 # thread only.
 
 # ---------------------------------------------------------------- open and close
@@ -11,7 +11,7 @@ cdef void count_windows(Pins* pins, int change) noexcept nogil:
 
 
 cdef void close_window(RdmaLink* link, Window* window) noexcept nogil:
-    """End a window, bound or not; its key is void when this returns."""
+    """Close a window, bound or not; its key is void when this returns."""
     if window.opened.handle != NULL:
         link.verbs.close_window(link.pins.device, window.opened.handle)
         window.opened.handle = NULL
@@ -19,7 +19,7 @@ cdef void close_window(RdmaLink* link, Window* window) noexcept nogil:
 
 
 cdef void spare_window(RdmaLink* link, Window* window) noexcept nogil:
-    """Keep a window that is not bound for the next grant."""
+    """Keep an unbound window for the next grant."""
     leave_region(link.pins, &window.region)
     window.state = WINDOW_FREE
     window.next = link.windows.spare
@@ -40,7 +40,7 @@ cdef Window* new_window(RdmaLink* link) noexcept nogil:
 
 cdef Window* take_window(RdmaLink* link, Region** region, char* start, uint64_t nbytes,
                          int* error) noexcept nogil:
-    """A window for a place, and with it one user of the region; NULL and *error: none is left."""
+    """Return a window for a range, which takes over the region; NULL and *error: none left."""
     cdef Window* window = new_window(link)
     if window == NULL:
         error[0] = ENOMEM
@@ -59,7 +59,7 @@ cdef Window* take_window(RdmaLink* link, Region** region, char* start, uint64_t 
 
 
 cdef void close_windows(RdmaLink* link) noexcept nogil:
-    """End all windows of a link, then their use of regions; its queue pair is halted."""
+    """Close all windows of a link and leave their regions; its queue pair is halted."""
     cdef Window* window
     while link.windows.all != NULL:
         window = link.windows.all
@@ -72,12 +72,12 @@ cdef void close_windows(RdmaLink* link) noexcept nogil:
 # ---------------------------------------------------------------- bind and make void
 
 cdef inline uint32_t rkey_of(const Window* window) noexcept nogil:
-    """The key to tell the peer."""
+    """Return the key to send to the peer."""
     return window.region.pinned.rkey if window.opened.handle == NULL else window.opened.rkey
 
 
 cdef int bind_window(RdmaLink* link, Window* window) noexcept nogil:
-    """Post the bind of a window, if it needs one; the caller has seen that there is room."""
+    """Post the bind of a window, if it needs one; the caller has checked that there is room."""
     cdef int error
     if window.state != WINDOW_FREE or window.opened.handle == NULL:
         return OK
@@ -92,10 +92,10 @@ cdef int bind_window(RdmaLink* link, Window* window) noexcept nogil:
 
 
 cdef void revoke(RdmaLink* link, Window** held) noexcept nogil:
-    """Make a key void; its region is in use until it is.
+    """Make a key void; its region is in use until then.
 
-    Memory that is pinned for one frame goes back to its owner now, so its window is closed;
-    tell_grant saw its bind complete. Other memory stays pinned: the device may take its time.
+    Memory that is pinned for one frame goes back to its owner now, so its window is closed at
+    once; tell_grant() has waited for its bind. Other memory stays pinned until the device is done.
     """
     cdef Window* window = held[0]
     held[0] = NULL
@@ -112,7 +112,7 @@ cdef void revoke(RdmaLink* link, Window** held) noexcept nogil:
 
 
 cdef int post_revocations(RdmaLink* link) noexcept nogil:
-    """Make keys void, as far as there is room; nothing else is posted while some wait for it."""
+    """Post revocations while there is room; nothing else is posted before the last of them."""
     cdef Window* window
     cdef int status = OK
     while (link.windows.revoked != NULL and status == OK and works_free(link)
@@ -126,7 +126,7 @@ cdef int post_revocations(RdmaLink* link) noexcept nogil:
 
 
 cdef void finish_window(RdmaLink* link, const Work* work) noexcept nogil:
-    """A window was bound, or is void now."""
+    """Note that a window was bound, or that its key is void."""
     if work.kind == WORK_BIND:
         work.window.state = WINDOW_BOUND
         return

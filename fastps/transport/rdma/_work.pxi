@@ -6,12 +6,12 @@ cdef inline uint32_t works_free(RdmaLink* link) noexcept nogil:
 
 
 cdef inline char* message_buffer(RdmaLink* link) noexcept nogil:
-    """Where the message of the next work request is written."""
+    """Return the buffer for the message of the next work request."""
     return link.messages + (RECEIVES + link.works.end % SENDS) * <size_t>MESSAGE_BYTES
 
 
 cdef inline Work* begin_work(RdmaLink* link, int kind) noexcept nogil:
-    """The record of what is posted next, as number work_end."""
+    """Return the record of the next work request, number works.end."""
     cdef Work* work = &link.works.entries[link.works.end % SENDS]
     work.kind = kind
     return work
@@ -43,7 +43,7 @@ cdef inline bint may_send(RdmaLink* link, uint32_t reserve) noexcept nogil:
 
 cdef int post_message(RdmaLink* link, uint8_t note_kind, uint32_t length,
                       int work_kind) noexcept nogil:
-    """Send what was written to the message buffer behind its Note; the caller asked may_send."""
+    """Send the message buffer, after filling in its Note; the caller has checked may_send()."""
     cdef Note* note = <Note*>message_buffer(link)
     cdef Request request
     memset(&request, 0, sizeof(request))
@@ -61,7 +61,7 @@ cdef int post_message(RdmaLink* link, uint8_t note_kind, uint32_t length,
 
 
 cdef int post_note(RdmaLink* link, uint8_t kind, uint64_t key, uint32_t index) noexcept nogil:
-    """Send a message about a key; the caller asked may_send."""
+    """Send a message about a key; the caller has checked may_send()."""
     cdef Note* note = <Note*>message_buffer(link)
     note.key = key
     note.index = index

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data path of RDMA by pyverbs: what is used where the native one was not built.
+"""The data path of RDMA by pyverbs, used where the native one was not built.
 
 Every call holds the GIL, so a busy Python thread delays it by milliseconds. Written for pyverbs
-44 and later: it tells no descriptor of a completion channel, frees work requests only when
-they are closed, and sets up logging when it is imported; each is worked round here.
+44 and later. That shows no descriptor of a completion channel, frees work requests only when they
+are closed, and configures logging when it is imported; this module works around each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_PKEYS = 128
 FULL_MEMBER = 0x80  # in the first byte of a partition's key: may talk to all of its members
 EVENT_LINK = "anon_inode:[infinibandevent]"
 
-_event_lock = threading.Lock()  # between two looks at the open descriptors
+_event_lock = threading.Lock()  # held between two listings of the open descriptors
 
 # (work, status, is a receive, has an immediate number, length, immediate number)
 Completion = tuple[int, int, bool, bool, int, int]
@@ -52,7 +52,7 @@ def _untouched_logging() -> Iterator[None]:
 
 
 def load_pyverbs() -> Any:
-    """Import pyverbs; give a namespace of the parts that are used.
+    """Import pyverbs; return a namespace of its modules that are used.
 
     Raises ImportError when it is not installed for this Python.
     """
@@ -95,7 +95,7 @@ class Device:
     ) -> None:
         self.verbs = load_pyverbs()
         if self.verbs.fork.is_fork_initialized() != FORK_UNNEEDED:
-            self.verbs.fork.fork_init()  # keeps pinned pages ours on kernels before 5.12
+            self.verbs.fork.fork_init()  # keeps pinned pages after a fork on kernels before 5.12
         self.port = port
         self.gid_index = gid_index
         self.traffic_class = traffic_class
@@ -121,7 +121,7 @@ class Device:
         self.domain = self.verbs.pd.PD(self.context)
 
     def _find_partition(self) -> int:
-        """Return the index of the first partition in which we are a full member, else 0."""
+        """Return the index of the first partition with full membership, else 0."""
         with contextlib.suppress(self.verbs.Failure):
             for index in range(MAX_PKEYS):
                 key = self.context.query_pkey(self.port, index)
@@ -148,11 +148,11 @@ class Device:
         return self.verbs.mr.MR(self.domain, nbytes, flags, address=address)
 
     def open_window(self) -> Window:
-        """Make a window that is not bound; close() of the result ends it, and its key."""
+        """Make an unbound window; close() of the result ends it and its key."""
         return Window(self)
 
     def take_trouble(self) -> int:
-        """Read what the device says: what went wrong, or 0."""
+        """Read one event of the device; return its trouble, or 0."""
         enums = self.verbs.enums
         try:
             event = self.context.get_async_event()
@@ -162,13 +162,13 @@ class Device:
         if event.event_type == enums.IBV_EVENT_DEVICE_FATAL:
             return TROUBLE_DEVICE
         is_ours = event.event_type in (enums.IBV_EVENT_PORT_ERR, enums.IBV_EVENT_GID_CHANGE)
-        return self.find_trouble() if is_ours else 0  # it may be another port's
+        return self.find_trouble() if is_ours else 0  # it may be of another port
 
     def find_trouble(self) -> int:
-        """Look what is wrong with our port or its address now; 0: nothing.
+        """Query the state of the port and its address; return the trouble, or 0.
 
-        A query that fails is an answer too: a device that is gone has no port, and a network
-        card that is gone leaves no address in its place of the table.
+        A failed query is an answer too: a removed device has no port, and a removed network card
+        leaves no address in the table.
         """
         try:
             state = self.context.query_port(self.port).state
@@ -191,8 +191,8 @@ class Device:
 class Window:
     """A memory window of type 2: a key for one range of a region, on one queue pair.
 
-    pyverbs keeps the first key of a window, and the device wants the last one with the next bind;
-    so each bind but the first makes the window anew.
+    pyverbs keeps the first key of a window, but the device needs the last one for the next bind.
+    So each bind except the first makes a new window.
     """
 
     def __init__(self, device: Device) -> None:
@@ -205,7 +205,7 @@ class Window:
         return verbs.mr.MW(self.device.domain, verbs.enums.IBV_MW_TYPE_2)
 
     def fresh(self) -> Any:
-        """Return a window that was never bound; the last one is not bound any more."""
+        """Return a window that was never bound; the previous one is closed."""
         if self.is_used:
             self.made.close()
             self.made = self._make()
@@ -218,7 +218,7 @@ class Window:
 
 
 class Port:
-    """A queue pair with a completion queue of its own and a channel that tells of completions."""
+    """A queue pair with a completion queue and a channel of its own."""
 
     def __init__(self, device: Device, sends: int, receives: int) -> None:
         self.device = device
@@ -251,7 +251,9 @@ class Port:
             descriptors = {channel.fd} if is_told else _event_descriptors() - before
         if len(descriptors) != 1:
             channel.close()
-            raise OSError("cannot tell the descriptor of a completion channel")
+            raise OSError(
+                "pyverbs shows no descriptor of a completion channel; use another version"
+            )
         descriptor = descriptors.pop()
         os.set_blocking(descriptor, False)
         return channel, descriptor
@@ -271,7 +273,7 @@ class Port:
     def connect(
         self, mtu: int, lid: int, gid: bytes, queue_pair: int, receive_from: int, send_from: int
     ) -> None:
-        """Take the queue pair to the state in which it sends."""
+        """Move the queue pair to the state in which it sends."""
         device, verbs = self.device, self.device.verbs
         attributes = self._attributes()
         attributes.path_mtu = mtu
@@ -312,7 +314,7 @@ class Port:
         self.pair.post_send(request)
 
     def post_bind(self, work: int, window: Window, region: Any, address: int, nbytes: int) -> int:
-        """Post the bind of a window to a range of a region; give the key for it."""
+        """Post the bind of a window to a range of a region; return its key."""
         verbs, enums = self.device.verbs, self.device.verbs.enums
         range_ = verbs.mr.MWBindInfo(region, address, nbytes, enums.IBV_ACCESS_REMOTE_WRITE)
         request = verbs.wr.SendWR(wr_id=work, opcode=enums.IBV_WR_BIND_MW)
@@ -324,7 +326,7 @@ class Port:
             request.close()
 
     def post_unbind(self, work: int, rkey: int) -> None:
-        """Post the end of a window's key; pyverbs has it stand where immediate data would."""
+        """Post the invalidation of a window's key, which pyverbs takes as immediate data."""
         verbs, enums = self.device.verbs, self.device.verbs.enums
         request = verbs.wr.SendWR(wr_id=work, opcode=enums.IBV_WR_LOCAL_INV, imm_data=rkey)
         try:
@@ -359,22 +361,22 @@ class Port:
         ]
 
     def arm(self) -> None:
-        """Ask to be told of the next completion."""
+        """Request an event for the next completion."""
         self.queue.req_notify()
 
     def take_event(self) -> None:
-        """Take what made the descriptor readable."""
+        """Take the event that made the descriptor readable."""
         with contextlib.suppress(self.device.verbs.Failure):
             self.channel.get_cq_event(self.queue)
             self.queue.ack_events(1)
 
     def halt(self) -> None:
-        """Take the queue pair to its error state: nothing leaves and nothing lands any more."""
+        """Move the queue pair to its error state: no transfers after this."""
         verbs, enums = self.device.verbs, self.device.verbs.enums
         self.pair.modify(verbs.qp.QPAttr(qp_state=enums.IBV_QPS_ERR), enums.IBV_QP_STATE)
 
     def close(self) -> None:
-        """Close everything in order; afterwards nothing lands any more."""
+        """Close all parts in order; nothing lands after this."""
         self.send_piece.close()
         for part in (self.pair, self.queue, self.channel):
             part.close()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP and Unix data connections until the C side has them: dial, tune, choose sizes.
+"""TCP and Unix data connections until the C side takes them: dial, tune, choose sizes.
 
-Decides nothing about frames. Dialling blocks the caller; listener.py is the other end. A Unix
-socket is the same to everybody but these two: it has no options of TCP, and a peer of another
-user is refused before a byte of it is read.
+Decides nothing about frames. Dialling blocks the caller; listener.py is the other end. Only these
+two distinguish Unix sockets, which have no TCP options; a peer of another user is refused before a
+byte of it is read.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
 REMOTE_CREDIT_BYTES = 512 << 10
 LOCAL_CHUNK_BYTES = 512 << 10
 REMOTE_CHUNK_BYTES = 64 << 10
-# What the kernel holds of a connection to another machine and has not sent, at most: it knows no
-# urgency, and would take 4 MiB. At 100 Gbit/s this much lasts 42 us, longer than it takes to be
-# woken; slower links hold less (_transport.pyx).
+# Most unsent bytes that the kernel holds of a connection to another machine. The kernel knows no
+# priorities and would take 4 MiB. At 100 Gbit/s these bytes last 42 us, longer than a wake-up
+# takes; slower links hold less (follow_pace() in _send.pxi).
 UNSENT_BYTES = 512 << 10
 
 
 class _TurnedAway(TransportError):
-    """The connection was closed before anybody looked at it: others crowd the door."""
+    """The listener closed the connection unread: too many others are half open."""
 
 
 def pack_lane(generation: int, lane: int) -> int:
-    """Put the job's generation beside the lane, so that old and new workers are told apart."""
+    """Pack the job's generation with the lane, to distinguish old workers from new ones."""
     return (generation & 0xFFFFFF) << 8 | lane
 
 
@@ -49,9 +49,9 @@ def unpack_lane(packed: int) -> tuple[int, int]:
 def prefer_same_host(sock: socket.socket, host: str, config: Config) -> None:
     """Choose the congestion control for a same-host peer, before the connection exists.
 
-    Over loopback the common default bbr moves half of what cubic does (measured). It must not
-    even begin: the timer that paces a connection stays on when another control takes over, and
-    costs a seventh of the time (measured). Sockets that a listener accepts inherit the choice.
+    Over the loopback, bbr, a common default, has half the throughput of cubic (measured). Setting
+    cubic later is too late: bbr's pacing timer stays on, which costs a seventh of the time
+    (measured). Sockets that a listener accepts inherit the choice.
     """
     if not sockets.is_unix(sock) and sockets.is_own_address(host):
         _set_congestion(sock, config)
@@ -87,12 +87,12 @@ def dial(
     unix: str = "",
     purpose: Purpose = Purpose.DATA,
 ) -> int:
-    """Connect and authenticate to a listener; give a non-blocking descriptor.
+    """Connect and authenticate to a listener; return a non-blocking descriptor.
 
-    Blocks up to connect_timeout_s and handshake_timeout_s. what: who is called, for errors.
-    unix: name of its Unix socket, on this machine; when nobody there lets us in, the address is
-    tried, and again while the door is too full. Raises TransportTimeout, TransportError, AuthError
-    or ProtocolError.
+    Blocks up to connect_timeout_s and handshake_timeout_s. what: the member dialled, for errors.
+    unix: name of its Unix socket on this machine; without an answer there, the address is tried,
+    again and again while the listener has too many half-open connections. Raises
+    TransportTimeout, TransportError, AuthError or ProtocolError.
     """
     shake = functools.partial(ClientHandshake, key, purpose=purpose, sender=sender, lane=lane)
     where = f"{what} at {sockets.join_address(*address)}"
@@ -103,7 +103,7 @@ def dial(
         except (TransportTimeout, AuthError, ProtocolError, NoPlaceError):
             raise
         except (TransportError, OSError) as error:
-            log.warning("%s: no Unix socket (%s); TCP takes its place", where, error)
+            log.warning("%s: Unix socket failed (%s); TCP takes its place", where, error)
     deadline = time.monotonic() + config.connect_timeout_s
     failure: TransportError | None = None
     for _ in sockets.attempts(deadline):
@@ -128,15 +128,15 @@ def _connect(
         )
     except TimeoutError as error:
         raise TransportTimeout(
-            f"{where} did not answer within {config.connect_timeout_s:g} s; does a firewall "
-            "let the port through? Set FASTPS_HOST or FASTPS_INTERFACE on its machine"
+            f"{where} did not answer within {config.connect_timeout_s:g} s; does a firewall block "
+            "the port? Else set FASTPS_HOST or FASTPS_INTERFACE on its machine"
         ) from error
     except OSError as error:
         raise TransportError(f"cannot connect to {where}: {error.strerror or error}") from error
 
 
 def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, where: str) -> int:
-    """Tune and authenticate a connection; give its descriptor, or close it and raise."""
+    """Tune and authenticate a connection; return its descriptor, or close it and raise."""
     try:
         tune(sock, config)
         deadline = time.monotonic() + config.handshake_timeout_s
@@ -148,7 +148,8 @@ def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, 
     except TimeoutError as error:
         sock.close()
         raise TransportTimeout(
-            f"{where} did not finish the handshake within {config.handshake_timeout_s:g} s"
+            f"{where} did not finish the handshake within {config.handshake_timeout_s:g} s; raise "
+            "FASTPS_HANDSHAKE_TIMEOUT_S if its machine is overloaded"
         ) from error
     except OSError as error:
         sock.close()
@@ -159,9 +160,9 @@ def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, 
 def choose_credit(descriptor: int, config: Config) -> int:
     """Return the credit of a link in bytes: as configured, else by where the link leads.
 
-    On one machine the caches decide: what is pushed and has no result yet should fit them.
-    Between machines little credit keeps the workers in step, so that results travel back while
-    the rest is still pushed; it must last for a round trip.
+    On one machine, the bytes that are pushed and have no result yet should fit the caches. Between
+    machines, little credit keeps the workers in step, so that results travel back while the rest
+    is still pushed; it must last for a round trip.
     """
     if config.credit_bytes:
         return config.credit_bytes
@@ -173,12 +174,11 @@ def choose_credit(descriptor: int, config: Config) -> int:
 
 
 def choose_chunk(hosts: Sequence[str], *, host_ids: Sequence[str] = ()) -> int:
-    """Return the bytes of a frame when the settings leave it open; the same on all workers.
+    """Return the default bytes of a frame; the same on all workers.
 
-    hosts: addresses of the servers. host_ids: of all workers and servers, where they are known.
-    Between machines frames are small, so that results come back soon and the workers that share
-    a server's link stay in step; where all servers are on the loopback, or everybody is on one
-    host and Unix sockets or the loopback carry everything, the caches decide.
+    hosts: addresses of the servers. host_ids: of all workers and servers, if known. Between
+    machines, frames are small, so that results come back soon and the workers that share a
+    server's link stay in step. Where all traffic stays on one host, frames suit the caches.
     """
     is_one_host = len(set(host_ids)) == 1 and bool(host_ids[0])
     is_local = is_one_host or all(map(sockets.is_loopback, hosts))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: bytes become frames and land where the owner says. I/O thread only.
+# Part of _transport.pyx: turns received bytes into frames, which land where the owner says. I/O
+# thread only.
 
 # ---------------------------------------------------------------- receive side
 
@@ -9,7 +10,7 @@ cdef int finish_frame(TcpLink* link) noexcept nogil:
 
 
 cdef void pause_reading(TcpLink* link, bint is_read_paused) noexcept nogil:
-    """Stop reading, or begin again."""
+    """Pause or resume reading."""
     pthread_mutex_lock(&link.send_lock)
     link.is_read_paused = is_read_paused
     set_events(link, EPOLL_CTL_MOD)
@@ -17,7 +18,7 @@ cdef void pause_reading(TcpLink* link, bint is_read_paused) noexcept nogil:
 
 
 cdef int find_place(TcpLink* link) noexcept nogil:
-    """Ask the owner where the payload goes; OK also when the frame has to wait."""
+    """Ask the owner where the payload goes; OK also when the owner defers the frame."""
     cdef int status
     link.recv_to = ask_landing(&link.base, &link.recv_header, &status)
     if status == E_TIMEOUT:
@@ -43,7 +44,7 @@ cdef int begin_frame(TcpLink* link) noexcept nogil:
 
 cdef int take_staged_payload(TcpLink* link) noexcept nogil:
     cdef uint64_t count = min(<uint64_t>(link.staged_end - link.staged_first), link.recv_missing)
-    if count:                   # else the owner may have given no place
+    if count:                   # else recv_to may be NULL
         memcpy(link.recv_to, link.staging + link.staged_first, count)
         link.staged_first += <uint32_t>count
         link.recv_to += count
@@ -52,7 +53,7 @@ cdef int take_staged_payload(TcpLink* link) noexcept nogil:
 
 
 cdef int parse_staged(TcpLink* link) noexcept nogil:
-    """Work off the staging area: as many frames as are there."""
+    """Take every complete frame out of the staging area."""
     cdef int status = OK
     while status == OK and not link.base.waiting_since:
         if link.recv_in_payload:
@@ -67,7 +68,7 @@ cdef int parse_staged(TcpLink* link) noexcept nogil:
 
 
 cdef ssize_t read_once(TcpLink* link) noexcept nogil:
-    """Read into the payload's place and the staging area behind it; bytes, 0 at the end, or -1."""
+    """Read into the payload's buffer, then the staging area; bytes, 0 at the end, or -1."""
     cdef iovec iov[2]
     cdef msghdr message
     cdef int used = 0
@@ -97,7 +98,7 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
 
 
 cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
-    """Account for bytes just read; deliver what became whole."""
+    """Account for bytes just read; deliver frames that are complete."""
     cdef uint64_t direct = 0
     cdef int status = OK
     link.base.link.stats.bytes_received += count
@@ -129,13 +130,13 @@ cdef int read_link(TcpLink* link) noexcept nogil:
         if status != OK:
             return status
         if <uint64_t>count < link.recv_asked:
-            return OK           # a short read: the socket is empty, spare the call that says so
+            return OK           # a short read: the socket is empty; spare one system call
         budget -= count
     return OK
 
 
 cdef int ask_again(TcpLink* link) noexcept nogil:
-    """Try a frame that its owner was not ready for; OK also when it still is not."""
+    """Ask the owner about a deferred frame; OK also when it is still not ready."""
     cdef int status = find_place(link)
     if status == OK:
         status = parse_staged(link)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _transport.pyx: queued items become frames and gathered writes. Lock: send_lock.
+# Part of _transport.pyx: turns queued items into frames and gathered writes. Lock: send_lock.
 
 # ---------------------------------------------------------------- send side
 
 cdef void add_frame(TcpLink* link, SendItem* item) noexcept nogil:
-    """Append the next frame of item to the batch; note where the item ends."""
+    """Append the next frame of an item to the batch; record whether the item ends with it."""
     cdef int slot = link.send_frame_count
     cdef uint32_t length = frame_bytes(item)
     cdef Header* header = &link.send_headers[slot]
@@ -23,7 +23,7 @@ cdef void add_frame(TcpLink* link, SendItem* item) noexcept nogil:
 
 
 cdef void fill_batch(TcpLink* link) noexcept nogil:
-    """Take the most urgent frames, up to MAX_FRAMES and what is committed to at once."""
+    """Take the most urgent frames, up to MAX_FRAMES and the bytes of one batch."""
     cdef SendItem* item
     cdef uint64_t most = link.send_unsent // 2 if link.send_unsent else BATCH_BYTES
     link.send_iov_first = link.send_iov_count = 0
@@ -41,7 +41,7 @@ cdef void fill_batch(TcpLink* link) noexcept nogil:
 
 
 cdef void finish_items(TcpLink* link) noexcept nogil:
-    """Tell the owners of all items whose last byte has left."""
+    """Return all items whose last byte has left to their owners."""
     cdef SendItem* item
     while (link.send_frame_first < link.send_frame_count
            and link.send_ends[link.send_frame_first] <= link.send_batch_done):
@@ -66,7 +66,7 @@ cdef void advance_iov(TcpLink* link, uint64_t nbytes) noexcept nogil:
 
 
 cdef void set_events(TcpLink* link, int operation) noexcept nogil:
-    """Ask epoll for what this link waits for."""
+    """Set the events that epoll reports for this link."""
     cdef uint32_t events = EPOLLET if link.is_read_paused else EPOLLIN
     if link.send_blocked:
         events |= EPOLLOUT
@@ -74,24 +74,24 @@ cdef void set_events(TcpLink* link, int operation) noexcept nogil:
 
 
 cdef void unblock(TcpLink* link, int operation) noexcept nogil:
-    """The socket takes something again."""
+    """Note that the socket takes bytes again."""
     pthread_mutex_lock(&link.send_lock)
     link.send_blocked = False
     set_events(link, operation)
     pthread_mutex_unlock(&link.send_lock)
 
 
-cdef void hold(TcpLink* link, uint32_t nbytes) noexcept nogil:
-    """Let the kernel hold so much that it has not sent."""
+cdef void limit_unsent(TcpLink* link, uint32_t nbytes) noexcept nogil:
+    """Bound the bytes that the kernel holds unsent."""
     link.send_unsent = nbytes
     setsockopt(link.base.fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &nbytes, sizeof(nbytes))
 
 
 cdef void follow_pace(TcpLink* link) noexcept nogil:
-    """The socket is full: let the kernel hold what leaves in HELD_NS, by what it saw acknowledged.
+    """Bound the kernel's unsent bytes to those that leave in HELD_NS. The socket is full.
 
-    Its rate leaves out the time when it had nothing to send, but jumps up and down tenfold: hence
-    the geometric mean, of which a new value is a quarter.
+    The kernel's delivery rate leaves out idle time, but it varies tenfold from one reading to the
+    next: hence a geometric mean, in which a new value weighs a quarter.
     """
     cdef int64_t now = now_ns()
     cdef double pace, wanted
@@ -104,11 +104,11 @@ cdef void follow_pace(TcpLink* link) noexcept nogil:
         wanted = max(HELD_NS / link.send_pace, <double>LEAST_UNSENT)
         wanted = min(wanted, <double>link.send_most_unsent)
         if not 0.75 * link.send_unsent < wanted < 1.5 * link.send_unsent:
-            hold(link, <uint32_t>wanted)
+            limit_unsent(link, <uint32_t>wanted)
 
 
 cdef int write_batch(TcpLink* link) noexcept nogil:
-    """Write once. OK: progress; E_TIMEOUT: the socket is full; E_PEER_LOST: broken."""
+    """Write once. OK: progress; E_TIMEOUT: the socket is full; E_PEER_LOST: it is broken."""
     cdef msghdr message
     cdef ssize_t count
     memset(&message, 0, sizeof(message))
@@ -150,7 +150,7 @@ cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
 
 
 cdef void flush(TcpLink* link, uint64_t budget) noexcept nogil:
-    """Write what is queued, or leave it to the thread that is writing this link already."""
+    """Write queued items, unless another thread is writing this link already: it goes on then."""
     cdef bint has_more
     fps_store32(&link.send_again, 1)
     while fps_load32(&link.send_again):

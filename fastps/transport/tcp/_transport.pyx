@@ -71,25 +71,25 @@ cdef extern from "<sys/socket.h>" nogil:
 
 cdef enum:
     MAX_FRAMES = 64             # frames in one gathered write; IOV_MAX is 1024
-    BATCH_BYTES = 1 << 20       # committed to one gathered write: what urgent cannot overtake
-    HELD_NS = 4000000           # what the kernel may hold of a link leaves in this time..
-    LEAST_UNSENT = 32 << 10     # ..or is this much; see follow_pace()
-    PACED_NS = 5000000          # a link's rate is asked for this often
+    BATCH_BYTES = 1 << 20       # of one gathered write; an urgent item cannot overtake it
+    HELD_NS = 4000000           # the unsent bytes that the kernel holds leave in this time..
+    LEAST_UNSENT = 32 << 10     # ..but may be this many; see follow_pace()
+    PACED_NS = 5000000          # interval at which a link's rate is read
     INLINE_BYTES = 64 << 10     # what a KICK_INLINE caller writes before it leaves the rest
     STAGING_BYTES = 64 << 10    # headers and small payloads read at once
     DIRECT_BYTES = 16 << 10     # remaining payload from which a read ends behind the next header
     READ_BUDGET = 1 << 20       # bytes read from one link before the others have their turn
-    BORROW_BYTES = 512 << 10    # what a starved link sends beyond its credit
+    BORROW_BYTES = 512 << 10    # a link without credit for too long sends beyond its credit
 
 cdef struct TcpLink:
     BaseLink base               # first: a Link* is a TcpLink*
     bint is_polled              # I/O thread: epoll knows it
     # send side, under send_lock
     pthread_mutex_t send_lock
-    int32_t send_again          # atomic: somebody queued while the lock was held
+    int32_t send_again          # atomic: another thread queued an item while the lock was held
     bint send_blocked           # the socket is full
     bint send_broken            # a write failed; the I/O thread ends the link
-    bint is_read_paused                # a frame waits for its owner
+    bint is_read_paused         # its owner has deferred a frame
     Header send_headers[MAX_FRAMES]
     iovec send_iov[2 * MAX_FRAMES]
     int send_iov_first
@@ -99,9 +99,9 @@ cdef struct TcpLink:
     int send_frame_first
     int send_frame_count
     uint64_t send_batch_done    # bytes of the batch that the socket took
-    uint32_t send_unsent        # what the kernel may hold before it sends; 0: what it likes
-    uint32_t send_most_unsent   # ..and the most that this may become
-    int64_t send_paced_at       # when its pace was asked for
+    uint32_t send_unsent        # bound of the bytes that the kernel holds unsent; 0: none
+    uint32_t send_most_unsent   # the largest value of this bound
+    int64_t send_paced_at       # when the rate was read last
     double send_pace            # nanoseconds that a byte takes
     # receive side, I/O thread only
     char* staging
@@ -115,7 +115,7 @@ cdef struct TcpLink:
 
 
 cdef double tcp_pace(BaseLink* base) noexcept nogil:
-    """Nanoseconds that a byte takes, by what the kernel saw acknowledged."""
+    """Return the nanoseconds that a byte takes, by the kernel's delivery rate; 0: unknown."""
     cdef tcp_info info
     cdef unsigned int size = sizeof(info)
     memset(&info, 0, sizeof(info))
@@ -209,13 +209,13 @@ cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
     return link
 
 
-cdef void begin_to_hold(TcpLink* link) noexcept nogil:
-    """Begin with little where a bound was set, which is the most; Unix sockets have none."""
+cdef void begin_unsent_limit(TcpLink* link) noexcept nogil:
+    """Begin with a small bound where tune() has set one, which is the largest; Unix has none."""
     cdef unsigned int size = sizeof(link.send_most_unsent)
     getsockopt(link.base.fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &link.send_most_unsent, &size)
     if link.send_most_unsent:
         link.send_pace = <double>HELD_NS / LEAST_UNSENT
-        hold(link, LEAST_UNSENT)
+        limit_unsent(link, LEAST_UNSENT)
 
 
 @cython.no_gc_clear             # the I/O threads use the owners until they are joined
@@ -234,7 +234,7 @@ cdef class TcpTransport(BaseTransport):
     def unacknowledged(self):
         """List (peer, link, bytes acknowledged so far, packet bytes) of links that send again.
 
-        link: a number of its own while it lives. Takes a system call for each link.
+        link: a number that identifies the link while it lives. Takes a system call for each link.
         """
         cdef BaseLink* link
         cdef tcp_info info
@@ -261,7 +261,7 @@ cdef class TcpTransport(BaseTransport):
 
         fd: descriptor, owned by the transport from here on, also when this raises. peer: rank
         of a worker or index of a server. credit_bytes: bytes in flight allowed, 0 = no limit.
-        follows: they grow to what the link turns out to need.
+        follows: adapt this number to the link's rate.
         """
         cdef IoThread* io
         cdef TcpLink* link
@@ -271,7 +271,7 @@ cdef class TcpTransport(BaseTransport):
             close(fd)
             raise MemoryError("no memory for a link")
         link.base.fd = fd
-        begin_to_hold(link)
+        begin_unsent_limit(link)
         link.base.gauge.is_on = follows and credit_bytes > 0
         name_link(&link.base, owner, peer, lane)
         try:

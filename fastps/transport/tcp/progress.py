@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links of which nothing is acknowledged any more, and what that suggests. Pure.
+"""Links whose bytes are no longer acknowledged, and the likely cause. Pure.
 
-A path whose MTU is smaller than the interfaces' and that drops the ICMP messages which would say
-so (RFC 2923, section 2.1) lets small frames pass: members meet, and signs of life arrive, while a
-large frame is sent again and again. The kernel ends such a connection after its user timeout with
-the same error as where a machine is gone.
+A path may have a smaller MTU than the interfaces and drop the ICMP messages that report it (RFC
+2923, section 2.1). Small frames pass then: members connect and heartbeats arrive, while a large
+frame is retransmitted for ever. The kernel ends such a connection after its user timeout, with the
+same error as for a machine that has failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-SUSPECT_S = 10.0  # without an acknowledgement, while something is sent again
+SUSPECT_S = 10.0  # without an acknowledgement, while bytes are retransmitted
 ICMP_HEADERS_BYTES = 28  # of IPv4 and ICMP, in a packet of ping
 
 
@@ -24,9 +24,9 @@ class Progress:
         self._texts: dict[int, str] = {}
 
     def look(self, stuck: Iterable[tuple[int, int, int, int]], now: float) -> None:
-        """Take what unacknowledged() of each transport says.
+        """Take the links that unacknowledged() of each transport lists.
 
-        What is known of a peer stays when its link has ended, until another one makes progress.
+        The trouble of a peer is kept when its link has ended, until another link makes progress.
         """
         seen = {}
         for peer, link, nbytes, packet_nbytes in stuck:
@@ -41,7 +41,7 @@ class Progress:
         self._since = seen
 
     def trouble_of(self, peer: int) -> str:
-        """Return what is wrong with the link to a peer; empty if nothing is known."""
+        """Return the trouble of the link to a peer; empty if none is known."""
         return self._texts.get(peer, "")
 
     @property
@@ -53,7 +53,6 @@ class Progress:
 def _text(seconds: float, packet_nbytes: int) -> str:
     return (
         f"nothing sent was acknowledged for {seconds:.0f} s, in packets of {packet_nbytes} bytes: "
-        "if that machine is alive the path may carry none so large (MTU); "
-        f"`ping -M do -s {packet_nbytes - ICMP_HEADERS_BYTES}` tells, and a smaller MTU of the "
-        "interface helps"
+        "if that machine is alive, the path may not carry packets so large (MTU); check it by "
+        f"`ping -M do -s {packet_nbytes - ICMP_HEADERS_BYTES}`, and lower the MTU of the interface"
     )
