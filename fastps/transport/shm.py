@@ -96,37 +96,23 @@ def arena_bytes(limit_bytes: int) -> int:
 
 def memory_left() -> int:
     """Return the free bytes of the machine, or of this process's container if those are fewer."""
-    return min([_available(), *_cgroup_left()])
-
-
-def _available() -> int:
-    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return 1 << 62
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    available = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    return min([*available, *_cgroup_left()], default=1 << 62)
 
 
 def _cgroup_left() -> list[int]:
     """List the bytes that each control group above this process still allows."""
+    found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         lines = Path("/proc/self/cgroup").read_text("ascii").splitlines()
         path = next((line[3:] for line in lines if line.startswith("0::")), "/").lstrip("/")
-        folder = CGROUP / path
-        return [
-            left
-            for group in (folder, *folder.parents)
-            if group.is_relative_to(CGROUP) and (left := _left_in(group)) is not None
-        ]
-    return []
-
-
-def _left_in(group: Path) -> int | None:
-    try:
-        most = (group / "memory.max").read_text("ascii").strip()
-        used = (group / "memory.current").read_text("ascii").strip()
-        return None if most == "max" else max(int(most) - int(used), 0)
-    except (OSError, ValueError):
-        return None
+        for group in (CGROUP / path, *(CGROUP / path).parents):
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                most = int((group / "memory.max").read_text("ascii"))
+                used = int((group / "memory.current").read_text("ascii"))
+                found.append(max(most - used, 0))
+    return found
 
 
 class Arena:
