@@ -232,7 +232,7 @@ cdef inline void levels_raise(Queue* q, int64_t priority, uint64_t nbytes) noexc
 
 cdef inline void levels_lower(Queue* q, int64_t priority, uint64_t nbytes) noexcept nogil:
     # The level of this priority, else the next above: levels that became one were named after
-    # the highest. Whoever returns what was not taken at this priority pays from those below.
+    # the highest. Bytes that were not taken at this priority are paid by the levels below.
     cdef int i = 0
     while i < q.n_levels and q.levels[i].priority >= priority:
         i += 1

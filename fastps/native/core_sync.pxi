@@ -69,7 +69,7 @@ cdef extern from * nogil:
         COUNT_OVERDONE      # parts finished more often than announced
         COUNT_ITEMS         # pushed and not popped
         COUNT_QUEUES
-        COUNT_OVERCREDIT    # credit returned that nobody had taken
+        COUNT_OVERCREDIT    # bytes of credit returned beyond those taken
         COUNT_THREADS
         COUNT_LOANS
 
@@ -156,7 +156,7 @@ cdef int completion_wait(Completion* c, int64_t deadline_ns, int64_t spin_us) no
 
 
 cdef bint completion_spin(Completion* c, int64_t deadline_ns, int64_t spin_us) noexcept nogil:
-    # Pause while the answer may be a cache miss away, then lend the core to whoever can finish.
+    # Pause while the end may be a cache miss away, then yield the core to threads that can finish.
     cdef int64_t start = now_ns()
     cdef int64_t now = start
     cdef int64_t end = min(deadline_ns, start + spin_us * NS_PER_US)

@@ -84,7 +84,7 @@ cdef Thread* thread_create(
 
 cdef int thread_launch(Thread* t) noexcept nogil:
     # The new thread inherits the mask: signals stay with the threads that Python knows. Those
-    # that a thread's own mistake raises stay open, so that faulthandler can tell of a crash.
+    # raised by a thread's own fault stay open, so that faulthandler can report a crash.
     cdef sigset_t blocked
     cdef sigset_t before
     sigfillset(&blocked)
@@ -129,7 +129,7 @@ cdef int threads_alive() noexcept nogil:
 
 
 cdef int thread_pin(const Placement* placement) noexcept nogil:
-    # Containers may forbid either call; work goes on unpinned and pin_errno tells why.
+    # Containers may forbid either call; the thread runs unpinned and pin_errno has the reason.
     cdef uint64_t nodes[CPU_WORDS]
     cdef int error = placement.error
     if placement.has_cpus and syscall(
@@ -139,7 +139,7 @@ cdef int thread_pin(const Placement* placement) noexcept nogil:
     if placement.node >= 0:
         memset(nodes, 0, sizeof(nodes))
         nodes[placement.node // 64] = <uint64_t>1 << (placement.node % 64)
-        # The kernel reads one bit less than it is told (get_nodes in mm/mempolicy.c).
+        # The kernel reads one bit less than the given number (get_nodes in mm/mempolicy.c).
         if syscall(SYS_set_mempolicy, <long>MPOL_PREFERRED, &nodes[0], <long>(MAX_CPUS + 1)) < 0:
             error = errno
     return error

@@ -21,7 +21,7 @@ cdef extern from "<sys/mman.h>" nogil:
     int madvise(void*, size_t, int)
 
 cdef enum:
-    MADV_POPULATE_WRITE = 23    # Linux 5.14; gives an error where touching would give SIGBUS
+    MADV_POPULATE_WRITE = 23    # Linux 5.14; fails where touching a page would raise SIGBUS
 
 
 @cython.final

@@ -103,7 +103,7 @@ cdef class RdmaRegion:
         """Unpin the memory; False when a link still uses it. Idempotent."""
         cdef Region* region = self.region
         cdef bint is_ended = True
-        self.region = NULL      # for whoever else closes it meanwhile
+        self.region = NULL      # another thread may close it meanwhile
         if region != NULL:
             with nogil:
                 is_ended = end_region(&self.memory.pins, region)
@@ -127,8 +127,8 @@ cdef class RdmaRegion:
 cdef class RdmaTransport(BaseTransport):
     """I/O threads, their links, and the memory that the device may use.
 
-    device: open, owned by nobody else while links are open. io_threads: how many threads share
-    the links. spin_us: how long an I/O thread polls after activity, in microseconds.
+    device: open, and without another user while links are open. io_threads: number of threads that
+    share the links. spin_us: how long an I/O thread polls after activity, in microseconds.
     pinned_bytes: bound of what hold() pins. greeting_timeout_s: until a link is set up. Threads
     are created here and joined by close().
     """

@@ -103,7 +103,7 @@ cdef void retire_given(RdmaLink* link, OwnGrant* given) noexcept nogil:
     given.places[0] = given.places[1] = NULL
     revoke(link, &given.windows[0])
     revoke(link, &given.windows[1])
-    if link.landing.offered == given:   # not told yet
+    if link.landing.offered == given:   # not sent yet
         link.landing.offered = NULL
         link.landing.grant.is_standing = 0
     given.next = NULL

@@ -27,7 +27,7 @@ cdef class Opening:
         that the owner raised when it got the link. After a timeout there will be no link.
         """
         if not self.settled.wait(timeout_s):
-            if self.link != NULL:       # under the GIL, as what gives it to the owner
+            if self.link != NULL:       # under the GIL, as in give_to_owner()
                 begin_close(&self.link.base, E_LINK_TIMEOUT)
                 kick_io(&self.link.base)
                 raise TransportError(

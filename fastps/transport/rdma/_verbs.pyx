@@ -508,7 +508,7 @@ cdef int verbs_post_bind(void* handle, uint64_t work_id, Opened* opened, const P
     fps_set_bind(&work, window, opened.rkey, <ibv_mr*>pinned.handle, address, nbytes)
     error = ibv_post_send((<Port*>handle).pair, &work, &refused)
     if error == 0:
-        window.rkey = opened.rkey       # nobody else tells the library, for windows of type 2
+        window.rkey = opened.rkey       # the library does not do this for windows of type 2
     return error
 
 
