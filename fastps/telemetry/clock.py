@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring the clocks of several machines together. Pure.
 
-A round trip to somebody else says how far his clock is ahead, and how wrong that can be: what he
-answers was read between our question and his answer's arrival, so the middle is right within half
-of the round trip (Cristian, *Probabilistic clock synchronization*, 1989). Of several the shortest
-counts. Between two samples the offset is taken to change evenly, so that clocks which drift are
-followed. Processes of one machine read one clock, and share the best offset that any of them has.
+A round trip to another process tells how far its clock is ahead, and a bound of the error. It read
+its clock between our question and the arrival of its answer, so the middle is right within half of
+the round trip (Cristian, *Probabilistic clock synchronization*, 1989). Of several the shortest
+counts. Between two samples the offset is taken to change evenly, which follows clocks that drift.
+Processes of one machine read one clock, and share the best offset that any of them has.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Sample(NamedTuple):
     bound: int
 
 
-def sample_of(asked: int, told: int, heard: int) -> Sample:
-    """Make a sample of one round trip: ours, theirs, ours."""
-    middle = (asked + heard) // 2
-    return Sample(middle, told - middle, (heard - asked + 1) // 2)
+def sample_of(sent: int, remote: int, received: int) -> Sample:
+    """Return the sample of one round trip: our clock, the other's, our clock."""
+    middle = (sent + received) // 2
+    return Sample(middle, remote - middle, (received - sent + 1) // 2)
 
 
 def best_of(samples: Iterable[Sample]) -> Sample:
-    """Choose the sample that can be least wrong."""
+    """Return the sample with the least bound of its error."""
     return min(samples, key=lambda sample: sample.bound)
 
 
 def machines_of(recordings: Sequence[Recording]) -> dict[str, list[Sample]]:
-    """Gather the samples of every machine, by its boot id, in the order of time."""
+    """Return the samples of every machine, by its boot id, in the order of time."""
     found: dict[str, list[Sample]] = {}
     for recording in recordings:
         samples = found.setdefault(recording.who["boot"], [])
@@ -52,11 +52,11 @@ class Alignment:
     """The clocks of the machines of a trace, brought to that of the reference."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
-        """Use the scheduler's clock; that of the first process where nobody has asked it."""
+        """Align to the scheduler's clock; without samples, to that of the first process."""
         self._machines = machines_of(recordings)
 
     def bound_ns(self, boot: str) -> int:
-        """Return how far apart this machine's times and the reference's may be, at its samples."""
+        """Return the bound of the error of this machine's offsets, -1 without samples."""
         return min((sample.bound for sample in self._machines[boot]), default=-1)
 
     def shift(self, boot: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +71,7 @@ class Alignment:
         return spans["began"] + offset, spans["ended"] + offset
 
     def _trusted(self, boot: str) -> list[Sample]:
-        """Leave out what says less than the best: a clock drifts slowly, a round trip jumps."""
+        """Return the samples with a bound near the best: round trips vary more than clocks."""
         samples = self._machines[boot]
         least = self.bound_ns(boot)
         return [sample for sample in samples if sample.bound <= 4 * max(least, 1)]

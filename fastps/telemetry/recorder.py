@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of one process: its files, the drain that fills them, and how far its clock is off.
+"""The trace of one process: its files, the drain that fills them, and samples of its clock.
 
-Spans are written by fastps/native/core_trace.pxi; the rest here. Threads: the drain (no GIL);
+native/core_trace.pxi writes spans; this file writes the rest. Threads: the drain (no GIL);
 fastps:clock, which asks the scheduler for the time now and then.
 """
 
@@ -37,12 +37,12 @@ Ping = Callable[[], int]  # asks for the reference's time; nanoseconds
 
 
 class Recorder:
-    """What one process of a job traces, from its making to close()."""
+    """The trace of one process of a job, from its construction to close()."""
 
     def __init__(
         self, config: Config, *, role: str, number: int, host_id: str, ping: Ping
     ) -> None:
-        """Open the files and begin; ConfigError where that cannot be done.
+        """Open the files and start to record. Raises ConfigError.
 
         number, host_id: of the member. ping: blocks for a round trip.
         """
@@ -56,7 +56,8 @@ class Recorder:
             self._spans = os.open(folder / f"{name}{SPANS_SUFFIX}", _FLAGS, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"the trace cannot be written to {folder}: {error.strerror}; set FASTPS_TRACE_DIR"
+                f"FASTPS_TRACE_DIR={folder}: the trace cannot be written there "
+                f"({error.strerror}); set it to a directory that this process can write"
             ) from error
         self._folder = folder
         self._is_closed = self._is_full = False
@@ -73,7 +74,7 @@ class Recorder:
         self._clock.start()
 
     def note(self, **what: Any) -> None:
-        """Write an object down; where the disk takes no more, say so once and write no more."""
+        """Write a note; where the disk is full, log that once and write no more."""
         line = json.dumps(what, separators=(",", ":")).encode() + b"\n"
         try:
             if self._is_full or os.write(self._notes, line) == len(line):
@@ -85,18 +86,18 @@ class Recorder:
         log.warning("the trace of this process ends here, and the job goes on: %s", trouble)
 
     def name_tensor(self, tensor_id: int, name: str) -> None:
-        """Note the name of a tensor that has this number from now on."""
+        """Record the name of the tensor that has this id from now on."""
         if not self._is_closed:
             self.note(tensor=tensor_id, name=name, since=_core.clock_ns())
 
-    # ---- what the program says it does; from any thread ----
+    # ---- activities of the program; from any thread ----
 
     def begin_activity(self, what: str, of: str) -> None:
-        """Note that an activity of a tensor, or of anything with a name, begins."""
+        """Begin an activity of a tensor, or of anything with a name."""
         self._begun.setdefault(of, []).append((what, _core.clock_ns()))
 
     def end_activity(self, of: str) -> bool:
-        """Write the activity down that was begun last; False if none of that name is going on."""
+        """End the activity that was begun last; return False if none of that name is open."""
         begun = self._begun.get(of)
         if not begun:
             return False
@@ -104,7 +105,7 @@ class Recorder:
         return True
 
     def mark_activity(self, what: str, began: int, *, of: str) -> None:
-        """Write an activity down that began at a time of the trace's clock and ends now."""
+        """Record an activity that began at a time of the trace's clock and ends now."""
         ended = _core.clock_ns()
         with self._naming:
             number = self._activities.get((what, of))
@@ -117,29 +118,29 @@ class Recorder:
     # ---- clocks ----
 
     def _follow_clock(self) -> None:
-        with contextlib.suppress(FastPSError):  # nobody answers any more
+        with contextlib.suppress(FastPSError):  # the scheduler does not answer any more
             while True:
-                self.note(clock=self._look_at_clock())
+                self.note(clock=self._sample_clock())
                 if self._ending.wait(CLOCK_PERIOD_S):
                     return
 
-    def _look_at_clock(self) -> Sample:
+    def _sample_clock(self) -> Sample:
         samples = []
         for _ in range(PINGS):
-            asked = _core.clock_ns()
-            told = self._ping()
-            samples.append(sample_of(asked, told, _core.clock_ns()))
+            sent = _core.clock_ns()
+            remote = self._ping()
+            samples.append(sample_of(sent, remote, _core.clock_ns()))
         return best_of(samples)
 
     # ---- the end ----
 
     def stop_clock(self) -> None:
-        """Ask nobody for the time any more; while the scheduler still answers."""
+        """End the clock's thread, while the scheduler still answers."""
         self._ending.set()
         self._clock.join(self._config.shutdown_timeout_s)
 
     def close(self) -> None:
-        """Write what is left; by hand, without fastps-run, the last to end merges all."""
+        """Write what is left; without fastps-run, the last process that ends merges all."""
         if self._is_closed:
             return
         self.stop_clock()
@@ -149,7 +150,7 @@ class Recorder:
         if trouble:
             log.warning("the trace of this process ended early: %s", trouble)
         if self._drain.dropped:
-            log.warning("the trace lost %d spans for lack of room", self._drain.dropped)
+            log.warning("the trace lost %d spans: its buffers were full", self._drain.dropped)
         self.note(end=_core.clock_ns(), dropped=self._drain.dropped)
         os.close(self._spans)
         if not self._config.trace_file:
@@ -157,7 +158,7 @@ class Recorder:
         os.close(self._notes)
 
     def _merge_as_last(self) -> None:
-        """Make the timeline of all processes that share our directory, if nobody else will."""
+        """Merge the traces of this directory if all their processes have ended."""
         with contextlib.suppress(OSError):
             lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -168,7 +169,7 @@ class Recorder:
                 os.close(lock)
 
     def abandon(self) -> None:
-        """Let go in a forked child."""
+        """Close the descriptors in a forked child."""
         self._is_closed = True
         self._drain.abandon()
         for descriptor in (self._notes, self._spans):
@@ -184,7 +185,7 @@ def _describe(role: str, number: int, host_id: str) -> dict[str, Any]:
         "role": role,
         "number": number,
         "host": os.uname().nodename,
-        "boot": host_id.partition("/")[0],  # who has the same reads the same clock
+        "boot": host_id.partition("/")[0],  # the same on processes that read one clock
         "pid": os.getpid(),
     }
 

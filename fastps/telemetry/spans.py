@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spans as they lie in the files of a trace, and what is written beside them.
+"""Spans as they are stored in the files of a trace, and the notes beside them.
 
-Each process of a job leaves two files in the directory of the trace: NAME.spans, records of 64
-bytes in the order in which they were drained, and NAME.jsonl, one object a line: who it is, names
+Each process of a job leaves two files in the directory of the trace. NAME.spans has records of 64
+bytes in the order in which they were drained. NAME.jsonl has one object a line: the process, names
 of tensors, offsets of its clock, how it ended. Both are valid up to their last whole record,
-whatever became of the process. Threads: none.
+however the process ended. Threads: none.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Spans: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
 
 @dataclass
 class Recording:
-    """What one process has left; notes that are missing are empty."""
+    """The trace of one process; missing notes are empty."""
 
     who: dict[str, Any]
     spans: Spans
@@ -53,13 +53,13 @@ class Recording:
     has_ended: bool = False
 
     def name_of(self, key: int, when: int) -> str:
-        """Name the tensor of a key: the last that had its number at that time."""
+        """Return the name of the tensor that had the id of a key at that time."""
         known = [name for since, name in self.names.get(key >> INDEX_BITS, ()) if since <= when]
         return known[-1] if known else f"tensor {key >> INDEX_BITS}"
 
 
 def read_spans(path: Path) -> Spans:
-    """Read the whole records of a file; what cannot be one ends them."""
+    """Read the whole records of a file, up to the first that is invalid."""
     data = path.read_bytes()
     spans = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
     wrong = (
@@ -80,7 +80,7 @@ def read_notes(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_recording(path: Path) -> Recording:
-    """Read what one process left; path: of its notes."""
+    """Read the trace of one process; path: of its notes."""
     spans_path = path.with_suffix(SPANS_SUFFIX)
     spans = read_spans(spans_path) if spans_path.exists() else np.empty(0, RECORD)
     recording = Recording({}, spans)
@@ -99,7 +99,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def read_folder(folder: Path) -> list[Recording]:
-    """Read what all processes left in a directory, workers first, by number."""
+    """Read the traces of all processes in a directory, workers first, by number."""
     found = [read_recording(path) for path in sorted(folder.glob(f"*{NOTES_SUFFIX}"))]
     known = [recording for recording in found if recording.who]
     return sorted(known, key=lambda one: (one.who["role"] != "worker", one.who["number"]))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process tells of itself while it works: /status.json and /metrics, read-only, by HTTP.
+"""The status of a process while it runs: /status.json and /metrics, read-only, by HTTP.
 
-Over an abstract Unix socket, whose name says job, role and number, to processes of the same user;
-`watch.py` finds them there. Over TCP too where FASTPS_METRICS_PORT says so, on the loopback
-unless told otherwise, and to who shows the token where one is set. Threads: fastps:status, one for
-each socket, which sleep until somebody asks; nothing is counted for them.
+Over an abstract Unix socket, whose name has job, role and number, for processes of the same user;
+`watch.py` finds them there. Also over TCP where FASTPS_METRICS_PORT is set, on the loopback by
+default, for clients that show the token where one is set. Threads: fastps:status, one for each
+socket, which sleep until a client asks; nothing is counted for them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from http.server import BaseHTTPRequestHandler
 
 PREFIX = "fastps-status"
-# Of what statistics() gives: what may fall again. All else only grows.
+# The numbers of statistics() that may fall again; all others only grow.
 GAUGES = frozenset({
     "step_seconds", "exposed_share", "exposed_share_of_step", "credit_bytes", "links", "tensors",
     "size", "members", "half_open", "generation",
 })  # fmt: skip
-_ANSWER_S = 5.0  # for somebody to say what is wanted, and to take the answer
+_ANSWER_S = 5.0  # for a client to send its request, and to read the answer
 _STOP_S = 5.0
 JSON, METRICS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
 
@@ -42,7 +42,7 @@ Links = Sequence[Mapping[str, str | int]]  # each: peer, way, bytes_sent, bytes_
 
 
 class StatusService:
-    """The doors of one process, until close()."""
+    """The listeners of one process, until close()."""
 
     def __init__(
         self,
@@ -54,26 +54,27 @@ class StatusService:
         tell: Callable[[], Numbers],
         links: Callable[[], Links] = list,
     ) -> None:
-        """Listen as settings say; ConfigError when that cannot be.
+        """Listen where the settings say. Raises ConfigError.
 
         slot: the number of this process on its machine, which is added to FASTPS_METRICS_PORT.
-        tell: gives the numbers; links: what goes over each link. Both from a thread of this.
+        tell: returns the numbers. links: returns the traffic of each link. A thread of the service
+        calls both.
         """
         self._about = {"job": config.job_id, "role": role, "rank": rank, "size": config.size,
                        "pid": os.getpid(), "host": socket.gethostname()}  # fmt: skip
         self._tell, self._links = tell, links
         self._secret = read_secret(config.metrics_token_file, "FASTPS_METRICS_TOKEN_FILE")
-        self._doors = list(self._open(config, slot))
+        self._listeners = list(self._open(config, slot))
         self._threads = [
-            threading.Thread(target=self._serve, args=[door], name="fastps:status", daemon=True)
-            for door in self._doors
+            threading.Thread(target=self._serve, args=[one], name="fastps:status", daemon=True)
+            for one in self._listeners
         ]
         for thread in self._threads:
             thread.start()
 
     @classmethod
     def of_scheduler(cls, config: Config, tell: Callable[[], Numbers]) -> StatusService:
-        """Let others ask the scheduler; its port follows those of the members."""
+        """Serve the scheduler's status; its port follows those of the members."""
         slot = config.n_programs + config.num_servers
         return cls(config, role="scheduler", rank=0, slot=slot, tell=tell)
 
@@ -81,39 +82,39 @@ class StatusService:
         about = self._about
         if config.status:
             words = (PREFIX, about["job"], about["role"], about["rank"], about["pid"])
-            with contextlib.suppress(ConfigError):  # somebody has the name: a status is no reason
+            with contextlib.suppress(ConfigError):  # the name is taken: go on without a status
                 yield sockets.listen_unix_at("/".join(map(str, words)))
         if not config.metrics_port:
             return
         if not (self._secret or sockets.is_loopback(config.metrics_host)):
             raise ConfigError(
-                f"FASTPS_METRICS_HOST={config.metrics_host} lets other machines in; set "
+                f"FASTPS_METRICS_HOST={config.metrics_host} is open to other machines; set "
                 "FASTPS_METRICS_TOKEN_FILE to a file of mode 0600 with the token they must show"
             )
         port = config.metrics_port + slot
-        for door in sockets.listen(config.metrics_host, port, port_setting="FASTPS_METRICS_PORT"):
-            door.setblocking(True)
-            yield door
+        for one in sockets.listen(config.metrics_host, port, port_setting="FASTPS_METRICS_PORT"):
+            one.setblocking(True)
+            yield one
 
     def close(self) -> None:
         """Stop; idempotent."""
-        for door in self._doors:
+        for listener in self._listeners:
             with contextlib.suppress(OSError):
-                door.shutdown(socket.SHUT_RDWR)  # wakes accept()
+                listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
         for thread in self._threads:
             thread.join(_STOP_S)
-        sockets.close_all(self._doors)
+        sockets.close_all(self._listeners)
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
-        sockets.close_all(self._doors)
+        sockets.close_all(self._listeners)
 
-    # ---- in a thread ----
+    # ---- on a thread of the service ----
 
-    def _serve(self, door: socket.socket) -> None:
+    def _serve(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
-                sock, address = door.accept()
+                sock, address = listener.accept()
                 with sock, contextlib.suppress(OSError):
                     sock.settimeout(_ANSWER_S)
                     if not sockets.is_unix(sock) or sockets.is_own_user(sock):
@@ -122,14 +123,14 @@ class StatusService:
     def answer(self, path: str, shown: str, *, is_known: bool) -> tuple[int, str, bytes]:
         """Return status, type and body of an answer.
 
-        shown: the header Authorization. is_known: the kernel has told who asks.
+        shown: the header Authorization. is_known: the kernel has checked the client's user.
         """
         wanted = b"Bearer " + self._secret
         if self._secret and not is_known and not hmac.compare_digest(shown.encode(), wanted):
             return 401, "text/plain", b"show the token of FASTPS_METRICS_TOKEN_FILE\n"
         if path == "/status.json":
-            told = {"numbers": dict(self._tell()), "links": list(self._links())}
-            return 200, JSON, json.dumps(self._about | told).encode()
+            found = {"numbers": dict(self._tell()), "links": list(self._links())}
+            return 200, JSON, json.dumps(self._about | found).encode()
         if path != "/metrics":
             return 404, "text/plain", b"there are /metrics and /status.json\n"
         try:
@@ -139,7 +140,7 @@ class StatusService:
 
 
 def links_of(found: Iterable[Traffic], members: Sequence[Any]) -> Links:
-    """Put traffic into words; members: by number, with role and rank."""
+    """Return the traffic of links as /status.json has it; members: by number."""
     return [
         {
             "peer": f"{members[one.peer].role} {members[one.peer].rank}",
@@ -152,7 +153,7 @@ def links_of(found: Iterable[Traffic], members: Sequence[Any]) -> Links:
 
 
 def render(about: Mapping[str, Any], numbers: Numbers, links: Links) -> bytes:
-    """Write numbers as Prometheus reads them. Raises ImportError without prometheus_client."""
+    """Return numbers as Prometheus reads them. Raises ImportError without prometheus_client."""
     # imported here: most processes are never scraped
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
     from prometheus_client.core import (  # noqa: PLC0415
@@ -207,6 +208,6 @@ def make_handler() -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: whoever scrapes does so all the time."""
+            """Log nothing: scrapers ask all the time."""
 
     return Handler

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge what all processes of a job left into one file that chrome://tracing and Perfetto open.
+"""Merge the traces of a job's processes into one file for chrome://tracing and Perfetto.
 
 The format is Chrome's (Trace Event Format, JSON object): complete events of each stage, counters
 of the bytes in flight and of the communication that was not hidden, names of processes and rows.
-A process is a member of the job; a stage is a row, and as many more as had work at one time, so
-that events of a row never overlap. Threads: none.
+A process is a member of the job. A stage is a row, or as many as it had spans at one time, so that
+events of a row never overlap. Threads: none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from fastps.telemetry.spans import (
     read_folder,
 )
 
-ROWS = 1000  # of one stage, at most; what is beyond shares the last
+ROWS = 1000  # of one stage, at most; further spans share the last
 WHOLE = 0  # the row of whole tensors, as BytePS has it
 ORDER = (STEP, ACTIVITY, WAIT, WHOLE)  # rows from the top; then the stages by number
 OF_PEERS = (PUSH, PULL, RECEIVE, RESULT)
@@ -82,13 +82,15 @@ class Timed:
 
 
 def merge(folder: Path, target: Path) -> Summary:
-    """Make one timeline of all that lies in a folder; FastPSError when nothing does.
+    """Merge all traces of a folder into one timeline. Raises FastPSError where there are none.
 
-    target is replaced when its successor is whole.
+    target is replaced when the new file is complete.
     """
     recordings = read_folder(folder)
     if not recordings:
-        raise FastPSError(f"no process has left a trace in {folder}")
+        raise FastPSError(
+            f"no process has left a trace in {folder}; give the FASTPS_TRACE_DIR of the job"
+        )
     alignment = Alignment(recordings)
     timed = [Timed(one, *alignment.shift(one.who["boot"], one.spans)) for one in recordings]
     boots = {one.who["boot"] for one in recordings}
@@ -103,7 +105,7 @@ def merge(folder: Path, target: Path) -> Summary:
                 file.write(line)
         partial.replace(target)
     except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk the room is wanted
+        partial.unlink(missing_ok=True)  # free its bytes: the disk may be full
         raise
     return summary
 
@@ -192,7 +194,7 @@ def _whole(one: Timed) -> Iterator[Item]:
 
 
 def _rows(pid: int, kind: int, items: list[Item], origin: int) -> Iterator[Event]:
-    """Yield items with rows of a stage, each the first that is free."""
+    """Yield the events of a stage, each in the first row that is free."""
     title = KINDS[kind] if kind else "TENSOR"
     place = ORDER.index(kind) if kind in ORDER else len(ORDER) + kind
     free: list[tuple[int, int]] = []  # (end of the last event, row)
@@ -224,7 +226,7 @@ def _counter(pid: int, name: str, when: float, value: float) -> Event:
 
 
 def _in_flight(one: Timed, pid: int, origin: int) -> Iterator[Event]:
-    """Count what was given to links and has no result yet, at every change."""
+    """Yield the bytes that were pushed and have no result yet, at every change."""
     pushed, pulled = one.of(PUSH), one.of(PULL)
     if not len(pushed):
         return
@@ -263,7 +265,7 @@ def steps_of(one: Timed) -> list[tuple[int, int]]:
 
 
 def hidden_shares(one: Timed) -> Iterator[tuple[int, float]]:
-    """Yield for each step its begin, and which share of its communication somebody waited for."""
+    """Yield the begin of each step, and the share of its communication that was waited for."""
     busy = _union(one, one.of(*OF_A_WORKER))
     waits = _union(one, one.of(WAIT))
     for began, ended in steps_of(one):
