@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this user and machine that tell of themselves, and what changed between two looks.
+"""Find and ask the processes of this user and machine for their status; compute rates.
 
 Finds the sockets of `status.py` in the kernel's table and asks each for /status.json. Pure except
-for that. Threads: the caller's; a look blocks as long as LOOK_S for a process that is stopped.
+for that. Threads: the caller's; look() blocks up to LOOK_S for each process that is stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REQUEST = b"GET /status.json HTTP/1.0\r\n\r\n"
 
 @dataclass(frozen=True)
 class Look:
-    """What one process said, and when."""
+    """The status of one process, and when it was read."""
 
     at: float
     about: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Look:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Return what tells processes apart, in the order of a table: workers first."""
+        """Return the identity of the process, ordered as in a table: workers first."""
         return self.about["job"], {"worker": ""}.get(self.about["role"], self.about["role"]), (
             int(self.about["rank"])
         )  # fmt: skip
@@ -43,7 +43,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Pace:
-    """What one process did between two looks, by the second."""
+    """What one process did between two looks, per second."""
 
     about: Mapping[str, Any]
     steps: float
@@ -58,7 +58,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Flow:
-    """What went over the links to one peer by one way, by the second."""
+    """Traffic of the links to one peer by one transport, per second."""
 
     peer: str
     way: str
@@ -68,19 +68,19 @@ class Flow:
 
 def names(table: str, job: str = "") -> list[str]:
     """List the sockets of a job, or of all, in the kernel's table."""
-    start = f"@{PREFIX}/{job}/" if job else f"@{PREFIX}/"
-    found = {line.split()[-1] for line in table.splitlines() if start in line}
-    return sorted(name[1:] for name in found if name.startswith(start))
+    start = f" @{PREFIX}/{job}/" if job else f" @{PREFIX}/"
+    found = {line.partition(start) for line in table.splitlines() if start in line}
+    return sorted(start[2:] + rest for _, _, rest in found)
 
 
 def look(job: str = "") -> list[Look]:
-    """Ask all processes of this user, of a job or of all, what they have to tell."""
+    """Return the status of all processes of this user, of a job or of all jobs."""
     found = []
     for name in names(TABLE.read_text(), job):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            said = json.loads(_ask(name))
-            numbers, links = said.pop("numbers"), said.pop("links", ())
-            found.append(Look(time.monotonic(), said, numbers, links))
+            about = json.loads(_ask(name))
+            numbers, links = about.pop("numbers"), about.pop("links", ())
+            found.append(Look(time.monotonic(), about, numbers, links))
     return sorted(found, key=lambda one: one.key)
 
 
@@ -88,7 +88,7 @@ def _ask(name: str) -> bytes:
     deadline = time.monotonic() + LOOK_S
     with sockets.connect_unix(name, deadline=deadline) as sock:
         if not sockets.is_own_user(sock):
-            raise OSError("of another user")
+            raise OSError(f"the socket {name} belongs to another user")
         sock.sendall(_REQUEST)
         data = b""
         while len(data) < _MAX_BYTES and (part := sock.recv(_MAX_BYTES)):
@@ -97,7 +97,7 @@ def _ask(name: str) -> bytes:
 
 
 def paces(before: Sequence[Look], after: Sequence[Look]) -> list[Pace]:
-    """Return what those did who were there both times; a scheduler moves no tensor."""
+    """Return the rates of the processes in both looks, without schedulers."""
     earlier = {one.key: one for one in before if one.about["role"] != "scheduler"}
     return [_pace(earlier[one.key], one) for one in after if one.key in earlier]
 
@@ -128,9 +128,9 @@ def _flows(before: Look, after: Look, seconds: float) -> Iterator[Flow]:
 
 
 def in_one_line(found: Sequence[Pace]) -> str:
-    """Return in words a job's state: its workers' pace, and which of them the others wait for.
+    """Return a line about a job: the pace of its workers, and the slowest of them.
 
-    Who waits least is the slowest: the others wait for that one.
+    The worker that waits least is the slowest: the others wait for it.
     """
     workers = [one for one in found if one.about["role"] == "worker"]
     if not workers:
@@ -141,13 +141,13 @@ def in_one_line(found: Sequence[Pace]) -> str:
     nbytes = sum(one.bytes_started for one in workers) / len(workers)
     waiting = sum(one.waiting for one in workers) / len(workers)
     slowest = min(workers, key=lambda one: one.waiting)
-    is_told = len(workers) > 1 and waiting - slowest.waiting > 0.05
-    late = f", slowest worker {slowest.about['rank']}" if is_told else ""
-    return f"{what}, {in_bytes(nbytes)}/s reduced, {waiting:.0%} waiting{late}"
+    is_clear = len(workers) > 1 and waiting - slowest.waiting > 0.05
+    last = f", slowest worker {slowest.about['rank']}" if is_clear else ""
+    return f"{what}, {in_bytes(nbytes)}/s reduced, {waiting:.0%} waiting{last}"
 
 
 def in_bytes(number: float) -> str:
-    """Write bytes with a unit."""
+    """Return bytes with a unit."""
     for unit in ("B", "kB", "MB"):
         if number < 1000:
             return f"{number:.3g} {unit}"

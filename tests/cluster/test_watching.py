@@ -191,6 +191,8 @@ def test_words():
     table = "x: 1 @fastps-status/a/worker/0/7\nx: 1 @fastps-status/b/server/0/8\nx: 1 /run/s\n"
     assert watch.names(table) == ["fastps-status/a/worker/0/7", "fastps-status/b/server/0/8"]
     assert watch.names(table, "b") == ["fastps-status/b/server/0/8"]
+    spaced = "x: 1 @fastps-status/my job/worker/0/7\n"
+    assert watch.names(spaced) == watch.names(spaced, "my job") == [spaced[6:-1]]
 
 
 def test_a_pace_is_what_changed_between_two_looks_by_the_second():
