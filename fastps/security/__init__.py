@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may speak: the handshake of every connection, and the tokens that prove a role. Pure.
+"""Authentication: the handshake of every connection, and the tokens that prove a role. Pure.
 
 Decides what both sides of a connection prove to each other and in which order; reads and writes no
 socket itself (transport/handshake_gate.py and control/dial.py carry the bytes). handshake.py has
-the messages and their proofs, tokens.py who may say to be whom.
+the messages and their proofs, tokens.py the tokens of members.
 """

@@ -11,10 +11,10 @@ Mutual challenge-response with HMAC-SHA256, four messages of fixed size:
 server proof = HMAC(key, "server" || hello || challenge without its proof)
 client proof = HMAC(key, "client" || hello || whole challenge)
 
-Both proofs cover both nonces and everything said so far, so none can be replayed, used for another
-purpose, sender or lane, or sent back in the other direction. Decides who is let in; never
-touches a socket or a clock: callers move the bytes and bound the time. An object serves one
-connection, on one thread. It does not hide or protect what follows on the connection.
+Both proofs cover both nonces and all messages so far, so none can be replayed, used for another
+purpose, sender or lane, or reflected. Decides which connections are accepted; never touches a
+socket or a clock: callers move the bytes and bound the time. An object serves one connection, on
+one thread. The handshake does not encrypt or authenticate what follows on the connection.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import struct
 from collections.abc import Callable, Collection, Generator
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
+from fastps.errors import AuthError, ProtocolError, TransportError
 
 Result = TypeVar("Result")
-# One side's part of a handshake: gives what to send and then how many bytes to read, and is sent
-# these. Whoever moves bytes, blocking or not, drives it to its end.
+# One side of a handshake: yields bytes to send and the number of bytes to read next, and is sent
+# those. The caller, blocking or not, drives it to its end.
 Steps: TypeAlias = Generator[tuple[bytes, int], bytes, Result]
 
 MAGIC = b"FPSH"
@@ -50,7 +50,7 @@ _TOKEN_ADVICE = "set the same FASTPS_TOKEN or FASTPS_TOKEN_FILE and FASTPS_JOB_I
 
 
 class NoPlaceError(TransportError):
-    """Who was called knows that we may call, and wants no such connection: by no other way."""
+    """The server knows the token and refuses this connection, whatever its transport."""
 
 
 class Purpose(enum.IntEnum):
@@ -74,25 +74,25 @@ class Status(enum.IntEnum):
 
 
 class Claim(NamedTuple):
-    """Who somebody says to be, and the key by which that is proven."""
+    """Whom a client claims to be, and the key that proves it."""
 
     key: bytes
     who: str = ""
 
     @property
     def unproven(self) -> str:
-        """Say that it is not proven."""
+        """Return the error text of a claim that is not proven."""
         if not self.who:
             return f"the peer does not know the job token; {_TOKEN_ADVICE}"
-        return f"it says to be {self.who}, and does not know that token; {_TOKEN_ADVICE}"
+        return f"the peer says to be {self.who}, and does not know that token; {_TOKEN_ADVICE}"
 
 
-# What a door goes by: purpose, sender and lane of a hello make a claim. AuthError: nobody's.
+# Returns the claim of a hello by its purpose, sender and lane; AuthError where there is none.
 ClaimOf: TypeAlias = Callable[["Purpose", int, int], Claim]
 
 
 def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
-    """Make the key of one purpose within one job from the job token; 32 bytes."""
+    """Return the key of one purpose within one job, from the job token; 32 bytes."""
     parts = [b"fastps key", purpose.encode(), job_id.encode()]
     message = b"".join(struct.pack("<I", len(part)) + part for part in parts)
     return hmac.digest(token, message, "sha256")
@@ -122,10 +122,10 @@ class ClientHandshake:
         return self._hello
 
     def answer(self, challenge: bytes) -> bytes:
-        """Check the server's challenge and give the proof to send.
+        """Check the server's challenge and return the proof to send.
 
         Raises AuthError when the server does not know the key, ProtocolError when it speaks
-        another version or something else entirely; the connection is then to be closed.
+        another version or another protocol. The caller then closes the connection.
         """
         self._step = _advance(self._step, "answer", "finish")
         _check_length(challenge, CHALLENGE_BYTES, "challenge")
@@ -138,7 +138,7 @@ class ClientHandshake:
         return _prove(self._key, b"client", self._hello, challenge)
 
     def finish(self, accept: bytes) -> None:
-        """Check the server's last word; AuthError when it refused."""
+        """Check the server's last message. Raises AuthError when it refused."""
         self._step = _advance(self._step, "finish", "done")
         _check_length(accept, ACCEPT_BYTES, "accept")
         magic, version, status = _ACCEPT.unpack(accept)
@@ -155,11 +155,11 @@ class ClientHandshake:
 class ServerHandshake:
     """Lead the accepting side through one handshake: `challenge`, `accept`, or `steps`.
 
-    `key` is that of all who come, or says whose a newcomer must know. `purposes` are those that
-    this port serves. After an error `refusal` holds what to send before closing; it is empty where
-    the other side does not look like one of ours, so that a port scanner learns nothing.
-    `purpose`, `sender` and `lane` are true only after `accept`; from then on `refusal` says that
-    there is no place for one who knows the token.
+    `key` is the key of all clients, or a function that returns the claim of each. `purposes` are
+    those that this port serves. After an error `refusal` holds the bytes to send before closing;
+    it is empty where the client does not look like fastps, so that a port scanner learns nothing.
+    `purpose`, `sender` and `lane` are proven only after `accept`; from then on `refusal` tells a
+    client that knows the token that there is no place for its connection.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class ServerHandshake:
         self.lane = 0
 
     def challenge(self, hello: bytes) -> bytes:
-        """Check a hello and give the challenge to send.
+        """Check a hello and return the challenge to send.
 
         Raises ProtocolError for another version, another purpose or garbage.
         """
@@ -193,19 +193,17 @@ class ServerHandshake:
         _check_head(magic, version)
         if purpose not in self._purposes or hello[7] != 0:
             self.refusal = _challenge_refusal(Status.WRONG_PURPOSE)
-            raise ProtocolError(f"purpose {purpose} is not served on this port")
+            raise ProtocolError(
+                f"a connection for purpose {purpose} is not served on this port; check its host "
+                "and port"
+            )
         self.purpose, self.sender, self.lane = Purpose(purpose), sender, lane
         self.refusal = _challenge_refusal(Status.WRONG_TOKEN)
-        self._claim = self._claimed()
-        self.refusal = b""
-        return self._make_challenge(hello)
-
-    def _claimed(self) -> Claim:
         if isinstance(self._key, bytes):
-            return Claim(self._key)
-        return self._key(self.purpose, self.sender, self.lane)
-
-    def _make_challenge(self, hello: bytes) -> bytes:
+            self._claim = Claim(self._key)
+        else:
+            self._claim = self._key(self.purpose, self.sender, self.lane)
+        self.refusal = b""
         nonce = self._random_bytes(NONCE_BYTES)
         head = _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, Status.OK, nonce, b"")[:-PROOF_BYTES]
         challenge = head + _prove(self._claim.key, b"server", hello, head)
@@ -213,7 +211,7 @@ class ServerHandshake:
         return challenge
 
     def accept(self, proof: bytes) -> bytes:
-        """Check the client's proof and give the last message; AuthError when it is wrong.
+        """Check the client's proof and return the last message. Raises AuthError.
 
         May be called once: a second guess needs a new connection.
         """
@@ -225,14 +223,14 @@ class ServerHandshake:
         return _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.OK)
 
     def steps(self) -> Steps[bytes]:
-        """Take all steps in their order; give the last message, still to be sent."""
+        """Take all steps in their order; return the last message, still to be sent."""
         hello = yield b"", HELLO_BYTES
         proof = yield self.challenge(hello), PROOF_BYTES
         return self.accept(proof)
 
 
 def _prove(key: bytes, direction: bytes, hello: bytes, rest: bytes) -> bytes:
-    """Sign one direction of the talk; all parts have fixed sizes, so joining is unambiguous."""
+    """Return the proof of one direction; all parts have fixed sizes, so joining is unambiguous."""
     return hmac.digest(key, direction + hello + rest, hashlib.sha256)
 
 
@@ -241,7 +239,7 @@ def _challenge_refusal(status: Status) -> bytes:
 
 
 def _advance(step: str, expected: str, following: str) -> str:
-    """Keep the order of messages; a step that raised is not repeated."""
+    """Return the following step. Raises ProtocolError where another step was due."""
     if step != expected:
         raise ProtocolError(f"handshake step {expected} came when {step} was due")
     return following
@@ -249,7 +247,7 @@ def _advance(step: str, expected: str, following: str) -> str:
 
 def _check_length(message: bytes, nbytes: int, name: str) -> None:
     if len(message) != nbytes:
-        raise ProtocolError(f"{name} of {len(message)} bytes, expected {nbytes}")
+        raise ProtocolError(f"the {name} of the handshake has {len(message)} bytes, not {nbytes}")
 
 
 def _check_head(magic: bytes, version: int) -> None:
@@ -258,21 +256,17 @@ def _check_head(magic: bytes, version: int) -> None:
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
             f"the peer speaks protocol version {version}, this process {PROTOCOL_VERSION}; "
-            "install one fastps version everywhere"
+            "install the same version of fastps on all machines"
         )
 
 
 def _check_status(status: int) -> None:
-    """Raise what a refusal of the server means."""
+    """Raise the error of a refusal by the server."""
     if status == Status.OK:
         return
     if status == Status.WRONG_TOKEN:
         raise AuthError(f"refused: wrong job token; {_TOKEN_ADVICE}")
     if status == Status.NO_PLACE:
         raise NoPlaceError("the peer has no place for this connection; its log says why")
-    raise _refused(status)
-
-
-def _refused(status: int) -> FastPSError:
     name = Status(status).name.lower() if status in tuple(Status) else f"status {status}"
-    return ProtocolError(f"the peer refused the connection: {name}; check host and port")
+    raise ProtocolError(f"the peer refused the connection: {name}; check host and port")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may say to be whom: tokens of members' own, made from the job's, and keys from both.
+"""Tokens of single members, made from the job's, and the keys made from both.
 
-A process that has its own token alone proves its role and rank, and no other. Whoever has the
-job's can make them all: the scheduler, and launchers, which give each process its own. Two members
-prove themselves to each other by a key of that pair, so a server, too, needs to know no more: the
-scheduler sends a member its keys, sealed with the member's token. Who has the job's makes them.
-Pure: no socket, no clock.
+A process that has only its own token proves its role and rank, and no other. A holder of the job's
+token can make them all: the scheduler, and launchers, which give each process its own. Two members
+prove themselves to each other by a key of that pair, so a server needs no more either: the
+scheduler makes the keys of a member and sends them sealed with the member's token. Pure: no
+socket, no clock.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ class Token(NamedTuple):
 
     @property
     def lane(self) -> int:
-        """Return what a handshake with the scheduler says of it, beside the rank."""
+        """Return the lane of a handshake with the scheduler, which encodes the role."""
         return ROLES.index(self.role) + 1 if self.role else 0
 
     @property
     def who(self) -> str:
-        """Name who is proven by it."""
+        """Return the name of the process that it proves."""
         return f"{self.role} {self.rank}" if self.role else "a process of the job"
 
     def own(self, role: str, rank: int) -> Token:
-        """Make a member's from the job's; of an own token its bearer's alone."""
+        """Return a member's token, made from the job's; an own token stays as it is."""
         if self.is_own:
             return self
         return Token(derive_key(self.secret, "own", f"{role} {rank}"), role, rank)
 
     def key(self, purpose: str, job_id: str) -> bytes:
-        """Make the key of one purpose in one job."""
+        """Return the key of one purpose in one job."""
         return derive_key(self.secret, purpose, job_id)
 
     def text(self) -> str:
-        """Write an own token as files and variables hold it."""
+        """Return an own token as files and variables hold it."""
         return f"{_MARK}:{self.role}:{self.rank}:{self.secret.hex()}"
 
 
 def parse(secret: bytes, role: str = "", rank: int | None = None) -> Token:
-    """Read a token; of several own ones, a line each, that of this member, else the first.
+    """Return a token; of several own ones, a line each, that of this member, else the first.
 
-    Raises ConfigError for what begins as an own token and is none.
+    Raises ConfigError for an own token that is not valid.
     """
     if not secret.startswith(_MARK.encode()):
         return Token(secret)
@@ -80,27 +80,27 @@ def _parse_own(line: str) -> Token:
     if mark != _MARK or token.role not in ROLES or len(token.secret) != KEY_BYTES:
         raise ConfigError(
             "FASTPS_TOKEN or FASTPS_TOKEN_FILE holds a member's own token that is cut or changed; "
-            "have whoever has the job's make it again: python -m fastps.launch.secrets"
+            "make it again where the job's token is: python -m fastps.launch.secrets"
         )
     return token
 
 
 def whose(token: Token, lane: int, rank: int) -> Token:
-    """Return the token that somebody says to have who dials the scheduler; token: the job's."""
+    """Return the token that a client of the scheduler claims to have; token: the job's."""
     if lane > len(ROLES):
-        raise AuthError(f"there is no role {lane}")
+        raise AuthError(f"there is no role {lane}; roles are 0 to {len(ROLES)}")
     return token.own(ROLES[lane - 1], rank) if lane else token
 
 
 class Keys(NamedTuple):
-    """A member's keys: that of its links to another, by number, and that of its machine."""
+    """A member's keys: of its links to another member, by number, and of its machine."""
 
     of: Callable[[int], bytes]
     memory: bytes
 
 
 def make_keys(token: Token, job_id: str, me: int, machine: int) -> Keys:
-    """Make a member's keys from the job's token."""
+    """Return a member's keys, made from the job's token."""
 
     def of(peer: int) -> bytes:
         low, high = sorted((me, peer))
@@ -110,26 +110,26 @@ def make_keys(token: Token, job_id: str, me: int, machine: int) -> Keys:
 
 
 def seal(own: Token, job_id: str, keys: Sequence[bytes]) -> bytes:
-    """Hide keys from all but one member: what a place is mixed with is for that place alone."""
+    """Encrypt keys for one member: each is XORed with a pad of its place alone."""
     pads = [own.key(f"seal {place}", job_id) for place in range(len(keys))]
     return _mix(b"".join(keys), b"".join(pads))
 
 
 def sealed_keys(token: Token, own: Token, job_id: str, *, me: int, machine: int, n: int) -> bytes:
-    """Seal what make_keys() makes for a member of n, to be read by unseal_keys()."""
+    """Return the sealed keys of a member of n, for unseal_keys()."""
     keys = make_keys(token, job_id, me, machine)
     return seal(own, job_id, [*map(keys.of, range(n)), keys.memory])
 
 
 def unseal_keys(own: Token, job_id: str, sealed: bytes) -> Keys:
-    """Read what sealed_keys() made."""
+    """Return the keys of sealed_keys()."""
     count = len(sealed) // KEY_BYTES
     plain = seal(own, job_id, [sealed[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)])
     keys = [plain[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)]
 
     def of(peer: int) -> bytes:
         if not 0 <= peer < count - 1:
-            raise AuthError(f"there is no member {peer}")
+            raise AuthError(f"there is no member {peer}; members are 0 to {count - 2}")
         return keys[peer]
 
     return Keys(of, keys[-1])
