@@ -43,7 +43,7 @@ class Neighbors:
         goes_on: bool = False,
     ) -> None:  # fmt: skip
         self.goes_on = goes_on
-        self._living, self._left = living, group  # kept, with what it has ready
+        self._living, self._left = living, group  # kept with its prepared operations
         self._group = group
         self._pair = pair
         numbers = list(dict.fromkeys(group.machines))  # in the order of their first members
@@ -215,7 +215,9 @@ class Neighbors:
         """
         check_peers("target_rank", [target], self._group.rank, self._group.size)
         if (self_weight is None) != (pair_weight is None):
-            raise ValueError("self_weight and pair_weight are given both or not at all")
+            raise ValueError(
+                f"self_weight={self_weight} and pair_weight={pair_weight}: give both or neither"
+            )
         group, code = self._pair(target), _floats(array, dtype)
         own = 0.5 if self_weight is None else self_weight
         weights = {1 - group.rank: 0.5 if pair_weight is None else pair_weight}
@@ -290,11 +292,13 @@ class Neighbors:
         if src_ranks is None and dst_ranks is None:
             return topology.in_neighbors(me), topology.out_neighbors(me)
         if src_ranks is None or dst_ranks is None:
-            raise ValueError("src_ranks and dst_ranks are given both or not at all")
+            raise ValueError(
+                f"src_ranks={src_ranks} and dst_ranks={dst_ranks}: give both or neither"
+            )
         for what, ranks in (("src_ranks", src_ranks), ("dst_ranks", dst_ranks)):
             check_peers(what, ranks, me, topology.size)
             if len(set(ranks)) != len(ranks):
-                raise ValueError(f"{what} name somebody twice: {list(ranks)}")
+                raise ValueError(f"{what}={list(ranks)} name a rank twice: name each once")
         return list(src_ranks), list(dst_ranks)
 
 
@@ -302,7 +306,8 @@ def _sized(graph: Any, size: int, is_weighted: bool) -> Graph:
     topology: Topology = as_topology(graph)
     if topology.size != size:
         raise ArgumentError(
-            f"the graph has {topology.size} nodes; it needs one for each of {size} members"
+            f"the graph has {topology.size} nodes; it needs {size}, one for each worker, or for "
+            "each machine"
         )
     return Graph(topology, is_weighted)
 
@@ -319,7 +324,7 @@ def _start_folded(
 ) -> OperationHandle:  # fmt: skip
     """Start to fold arrays as they arrive.
 
-    An order rule weighs all alike: weights say only whose arrays, and what is sent.
+    An order rule ignores the sizes of weights: they only choose sources and what is sent.
     """
     kind, edges, weights = "neighbor_allreduce", how.edges, how.weights
     divisor = len(edges.sources) + 1

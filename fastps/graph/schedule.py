@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which messages an operation among neighbours consists of on one member of a group.
+"""Schedules of operations among neighbours: the messages and folds of one member of a group.
 
 Decides who sends what to whom and what is mixed where, as collectives/schedule.py does for all
 members; never knows weights, tensors or a rank of the job. Pure. Members know their own
-neighbours only, so two may disagree about an edge. is_checked: both ends of every edge tell each
-other, by a message of one byte beside the data. So a member that believes in an edge hears from
-the other end, or hears that the other end does not believe in it.
+neighbours only, so two may disagree about an edge. is_checked: the two ends of every edge exchange
+messages of one byte beside the data. So a member that expects an edge hears from the other end,
+or hears that the other end does not expect it.
 
-Mixed arrays are added in the order of members, each once, whatever comes first. What a FOLD mixes
-has the weights of its sources, in their order; behind them are those that scaled copies have.
+Mixed arrays are added in the order of members, each once, in whatever order they arrive. The
+weights of a FOLD are those of its sources, in their order; behind them are those of scaled copies.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fastps.collectives.schedule import (
     Step,
 )
 
-SPEAKS, HEARS, FIRST = 0, 1, 2  # labels: what the two ends of an edge tell, and then the data
-INSIDE, BETWEEN, BACK = 0, 1, 2  # the ways that a piece goes between machines
+SPEAKS, HEARS, FIRST = 0, 1, 2  # labels: the checks of the two ends of an edge, then the data
+INSIDE, BETWEEN, BACK = 0, 1, 2  # the rounds of a piece between machines
 N_WAYS = 3
 
 
 class Edges(NamedTuple):
-    """Whom a member, or a machine, hears and speaks to, by index; without itself.
+    """The edges of a member, or a machine, to others, by index.
 
-    sources: whose arrays are mixed, ascending. ignored: who sends nevertheless. targets: who gets
-    ours, and which of our scaled copies; -1: as it is. is_mean: weights are all alike, so that
-    mixing is a sum and a division.
+    sources: members whose arrays are mixed, ascending. ignored: other members that send. targets:
+    members that receive our array, and which of its scaled copies; -1: as it is. is_mean: weights
+    are all alike, so that mixing is a sum and a division.
     """
 
     sources: tuple[int, ...]
@@ -58,15 +58,15 @@ class Edges(NamedTuple):
 def neighbor_allreduce(me: int, edges: Edges, nbytes: int, itemsize: int) -> Schedule:
     """Mix INPUT with those of the sources into OUTPUT, which is other memory.
 
-    One round, a message to each target and from each source for every piece; a target that gets a
-    scaled copy has it from scratch. Memory does not grow with the number of sources.
+    One round, with a message to each target and from each source for every piece. Scaled copies
+    are sent from scratch. Memory does not grow with the number of sources.
     """
     steps = _Steps(me)
     for label, (offset, size) in _pieces(nbytes, 1, itemsize, PIECE_BYTES):
         here = _At(Place.INPUT, offset)
         steps.send(edges, edges.targets, here, label, size, 1 + len(edges.sources))
         members = sorted((me, *edges.sources))
-        parts = [here._replace(peer=None if who == me else who) for who in members]
+        parts = [here._replace(peer=None if one == me else one) for one in members]
         weights = -1 if edges.is_mean else 0
         steps.fold(parts, label, _At(Place.OUTPUT, offset), size, weights, is_final=edges.is_mean)
         for peer in edges.ignored:
@@ -78,9 +78,9 @@ def neighbor_allreduce(me: int, edges: Edges, nbytes: int, itemsize: int) -> Sch
 def neighbor_allgather(
     me: int, edges: Edges, nbytes: int, counts: Sequence[int], order: Sequence[int]
 ) -> Schedule:
-    """Put INPUT of each source one after the other into OUTPUT, in the order given.
+    """Put the INPUTs of sources one after the other into OUTPUT, in the given order.
 
-    counts: bytes of each of `order`. One round, one message to each target.
+    counts: bytes of each source of `order`. One round, one message to each target.
     """
     steps = _Steps(me)
     for label, (offset, size) in _pieces(nbytes, 1, 1, MAX_MESSAGE_BYTES):
@@ -96,14 +96,13 @@ def neighbor_allgather(
 def neighbor_exchange(
     me: int, edges: Edges, nbytes: int, stride: int, order: Sequence[int]
 ) -> Schedule:
-    """Plan to send each target its block of INPUT, and to put those of sources into OUTPUT.
+    """Send each target its block of INPUT, and put those of the sources into OUTPUT.
 
-    Blocks of nbytes are stride bytes apart; what edges.targets say beside a peer is the block.
+    Blocks of nbytes are stride bytes apart; edges.targets have the block of each peer.
     """
     steps = _Steps(me)
     for label, (offset, size) in _pieces(nbytes, 1, 1, MAX_MESSAGE_BYTES):
-        behind = [one for one in edges.targets if one[0] < me]
-        for peer, block in [one for one in edges.targets if one[0] > me] + behind:
+        for peer, block in steps.in_turn(edges.targets):
             steps.send_one(peer, label, _At(Place.INPUT, block * stride + offset), size)
         for row, peer in enumerate(order):
             steps.receive(peer, label, _At(Place.OUTPUT, row * stride + offset), size)
@@ -115,13 +114,14 @@ def hierarchical_neighbor_allreduce(
 ) -> Schedule:
     """Mix the average of our machine's INPUTs with those of other machines, into OUTPUT of all.
 
-    machines: their members; edges: between our machine and others, by index. Each piece goes
-    through one agent on each machine, who averages there, mixes and passes on: three rounds, and a
-    piece leaves a machine once for each target. Agents change from piece to piece.
+    machines: their members. edges: those of our machine, by index. Each piece goes through one
+    agent on each machine, which averages there, mixes with other machines, and sends the result to
+    the machine's members: three rounds. A piece leaves a machine once for each target. Agents
+    change from piece to piece.
     """
     steps = _Steps(me)
     ours = next(index for index, members in enumerate(machines) if me in members)
-    widest = max(map(len, machines)) if nbytes > SMALL_BYTES else 1  # some may have nobody left
+    widest = max(map(len, machines)) if nbytes > SMALL_BYTES else 1  # some may have no member left
     for label, (offset, size) in _pieces(nbytes, widest, itemsize, PIECE_BYTES):
         agents = [members[label % len(members)] if members else -1 for members in machines]
         way = _Way(label, offset, size, agents, ours)
@@ -140,7 +140,7 @@ def hierarchical_neighbor_allreduce(
 
 
 class _At(NamedTuple):
-    """Bytes in an array of ours, and the step that put them there; or a message of a peer."""
+    """Bytes in an array of this member, and the step that put them there; or a peer's message."""
 
     place: Place
     offset: int
@@ -149,7 +149,7 @@ class _At(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """A piece between machines: whom it goes through on each."""
+    """The way of a piece between machines: its agent on each."""
 
     label: int
     offset: int
@@ -158,14 +158,14 @@ class _Way(NamedTuple):
     ours: int
 
     def name(self, way: int) -> int:
-        """Return the label of its messages of one way."""
+        """Return the label of its messages in one of the three rounds."""
         return self.label * N_WAYS + way
 
 
 def _pieces(
     nbytes: int, parts: int, itemsize: int, limit: int
 ) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Cut evenly into (label, (offset, nbytes)), so many or more, between lines and elements."""
+    """Cut into at least so many even (label, (offset, nbytes)), at lines and elements."""
     grain = math.lcm(ALIGNMENT, itemsize)
     parts = max(-(-nbytes // (limit * parts)), 1) * parts
     step = max(-(-nbytes // (parts * grain)), 1) * grain
@@ -175,18 +175,18 @@ def _pieces(
 
 @dataclass
 class _Steps:
-    """The steps of one member while they are written down."""
+    """The steps of one member, while its schedule is made."""
 
     me: int
     steps: list[Step] = field(default_factory=list)
     scratch_bytes: int = 0
-    waste: _At | None = None  # for what is ignored, one after the other
+    waste: _At | None = None  # receives ignored messages, one after the other
 
     def done(self) -> Schedule:
         return Schedule(tuple(self.steps), self.scratch_bytes)
 
     def room(self, nbytes: int) -> _At:
-        """Take scratch, from a cache line on."""
+        """Allocate scratch memory at a cache line."""
         start = -(-self.scratch_bytes // ALIGNMENT) * ALIGNMENT
         self.scratch_bytes = start + nbytes
         return _At(Place.SCRATCH, start)
@@ -217,23 +217,26 @@ class _Steps:
         self, edges: Edges, targets: Sequence[tuple[int, int]], at: _At, label: int, nbytes: int,
         first_weight: int,
     ) -> None:  # fmt: skip
-        """Send to the targets, the next one after us first; scaled copies are made once each."""
+        """Send to the targets; each scaled copy is made once."""
         copies = [
             self.fold([at], label, self.room(nbytes), nbytes, first_weight + copy)
             for copy in range(edges.n_copies)
         ]
-        behind = [one for one in targets if one[0] < self.me]
-        for peer, copy in [one for one in targets if one[0] > self.me] + behind:
+        for peer, copy in self.in_turn(targets):
             self.send_one(peer, label, at if copy < 0 else copies[copy], nbytes)
 
+    def in_turn(self, targets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return targets in the order in which to send: the next one after this member first."""
+        return sorted(targets, key=lambda one: one[0] < self.me)
+
     def ignore(self, peer: int, label: int, nbytes: int) -> None:
-        """Receive what nobody wants, over what nobody wanted before: the first is the longest."""
+        """Receive an ignored message over the one before; the first is the longest."""
         self.waste = self.receive(peer, label, self.waste or self.room(nbytes), nbytes)
 
     def lead(self, way: _Way, members: Sequence[int], edges: Edges) -> None:
-        """Average a piece inside, mix it with other machines', and pass it on inside."""
+        """Average a piece inside the machine, mix it with other machines', and send it back."""
         here = _At(Place.INPUT, way.offset)
-        parts = [here._replace(peer=None if who == self.me else who) for who in members]
+        parts = [here._replace(peer=None if one == self.me else one) for one in members]
         mean = here
         if len(members) > 1:
             mean = self.fold(parts, way.name(INSIDE), self.room(way.nbytes), way.nbytes,
@@ -251,12 +254,12 @@ class _Steps:
                 self.send_one(peer, way.name(BACK), found, way.nbytes)
 
     def follow(self, way: _Way, agent: int) -> None:
-        """Plan to send a piece to the machine's agent, and to get it back mixed."""
+        """Send a piece to the machine's agent, and receive the mixed one."""
         self.send_one(agent, way.name(INSIDE), _At(Place.INPUT, way.offset), way.nbytes)
         self.receive(agent, way.name(BACK), _At(Place.OUTPUT, way.offset), way.nbytes)
 
     def checked(self, edges: Edges, targets: Sequence[int], sources: Sequence[int]) -> Schedule:
-        """Exchange a byte over every edge, if that is wanted."""
+        """Exchange a byte over every edge where is_checked, and return the schedule."""
         if edges.is_checked:
             for ours, theirs, peers in ((SPEAKS, HEARS, targets), (HEARS, SPEAKS, sources)):
                 for peer in peers:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations of all who are left: all of them do one, or none, whoever is lost meanwhile.
+"""Operations of all workers that are left: all of them complete one, or none does.
 
-An operation of all members that loses one may be done on some of those left and failed on others.
-So each round of them ends with a barrier, and nobody uses a result before it. Who is through with
-the barrier knows that all have the results; where it fails, all who are left tell each other
-whether they have them. If all do, the round counts; else nobody is through with it, and all do it
-again among themselves. Whoever begins the next round meanwhile has to meet the others there.
-Groups of those left only ever shrink, and each begins with that meeting, so their operations are
-counted alike. Threads: one.
+An operation that loses a member may succeed on some of the others and fail on the rest. So each
+round of operations ends with a barrier, and no worker uses a result before it. A worker that
+passes the barrier knows that all have the results. Where the barrier fails, the workers that are
+left tell each other whether they have them. If all do, the round counts. Else no worker has
+passed the barrier, and all repeat the round among themselves. A worker that has begun the next
+round must join that exchange too. Groups of workers left only ever shrink, and each begins with
+that exchange, so their operations are counted alike. Threads: one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Gather: TypeAlias = "Callable[[Group, int, str], Sequence[int]]"
 
 
 class Agreed:
-    """Rounds of operations under one name; all who are left begin the same in each.
+    """Rounds of operations under one name; all workers that are left start the same in each.
 
-    everybody: the group to begin with; living: gives that of those who are left; gather: lets a
-    group tell each other numbers, under a name.
+    everybody: the first group. living: returns the group of workers that are left. gather:
+    exchanges a number among the members of a group, under a name.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class Agreed:
     ) -> None:
         self._group, self._living, self._gather, self._name = everybody, living, gather, name
         self._starts: list[Start] = []
-        self._flights: list[OperationHandle | PeerLostError] = []  # an error: could not begin
+        self._handles: list[OperationHandle | PeerLostError] = []  # an error: could not start
         self._round = 0
-        self._had = 0  # the last round whose results are here
+        self._complete = 0  # the last round whose results are here
 
     def start(self, start: Start) -> None:
-        """Start an operation of this round; start may be called again, with a smaller group."""
+        """Start an operation of this round; start is called again where the group shrinks."""
         self._starts.append(start)
-        self._flights.append(self._begin(start))
+        self._handles.append(self._begin(start))
 
     def finish(self) -> Sequence[int]:
-        """Wait until this round is done by all who are left, and give their ranks; blocks.
+        """Wait until all workers that are left have completed this round; return their ranks.
 
         Raises PeerLostError where this worker itself counts as lost.
         """
@@ -69,26 +69,26 @@ class Agreed:
     def _begin(self, start: Start) -> OperationHandle | PeerLostError:
         gone = [self._group.ranks[index] for index in self._group.gone()]
         if gone:
-            return PeerLostError(f"{self._name}: worker {gone[0]} is lost, or has left")
+            return PeerLostError(f"{self._name}: worker {gone[0]} is lost, or has left the job")
         try:
             return start(self._group)
         except PeerLostError as error:
             return error
 
     def _wait(self) -> PeerLostError | None:
-        """Wait for all, and until all have; give what was in the way."""
-        flights, self._flights = self._flights, []
+        """Wait for all operations and the barrier; return the error that prevented it, if any."""
+        handles, self._handles = self._handles, []
         error: PeerLostError | None = None
-        for flight in flights:
+        for handle in handles:
             try:
-                if isinstance(flight, PeerLostError):
-                    raise flight
-                flight.wait()
+                if isinstance(handle, PeerLostError):
+                    raise handle
+                handle.wait()
             except PeerLostError as found:
                 error = found
         if error is not None:
             return error
-        self._had = self._round
+        self._complete = self._round
         try:
             self._group.barrier(name=f"{self._name} done").wait()
         except PeerLostError as found:
@@ -96,26 +96,26 @@ class Agreed:
         return None
 
     def _meet(self) -> PeerLostError | None:
-        """See among a smaller group whether all have the results; else do the round again."""
+        """Ask a smaller group whether all have the results; else repeat the round."""
         try:
-            told = self._gather(self._group, self._had, f"{self._name} told")
+            complete = self._gather(self._group, self._complete, f"{self._name} told")
         except PeerLostError as error:
             return error
-        if min(told) >= self._round:
+        if min(complete) >= self._round:
             return None
-        self._had = self._round - 1
-        self._flights = [self._begin(start) for start in self._starts]
+        self._complete = self._round - 1
+        self._handles = [self._begin(start) for start in self._starts]
         return self._wait()
 
 
 def broadcasting(array: Array, code: DType, root_rank: int, name: str) -> Start:
-    """Return what begins a broadcast; it raises PeerLostError where the root is lost."""
+    """Return a function that starts a broadcast; it raises PeerLostError if the root is lost."""
 
     def start(group: Group) -> OperationHandle:
         if root_rank not in group.ranks:
             raise PeerLostError(
-                f"broadcast: worker {root_rank}, which has the values, is lost: name another "
-                "root_rank"
+                f"broadcast: worker {root_rank} is lost, and its values with it: give root_rank "
+                f"of a worker that is left, {list(group.ranks)}"
             )
         return group.broadcast(array, root=group.ranks.index(root_rank), name=name, dtype=code)
 
