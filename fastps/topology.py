@@ -28,7 +28,7 @@ from fastps.errors import ArgumentError
 
 Matrix: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Ranks: TypeAlias = list[int]
-Turn: TypeAlias = tuple[Ranks, Ranks]  # whom a worker sends to and receives from in one round
+Turn: TypeAlias = tuple[Ranks, Ranks]  # targets and sources of a worker in one round
 
 MANY_ROUNDS = 10_000  # of mixing; slower graphs count as never agreeing
 
@@ -183,7 +183,7 @@ GRAPHS: dict[str, Callable[..., Topology]] = {
 
 
 def one_peer(topology: Topology, rank: int) -> Iterator[Turn]:
-    """Yield, for one out-neighbour after another, whom to send to and whom to receive from.
+    """Yield rounds in which each worker sends to one out-neighbour: targets and sources.
 
     Neighbours take turns clockwise from each worker on. On an exponential graph of a power of 2
     of workers, log2 n rounds of equal weights make the exact average.
@@ -245,7 +245,7 @@ def _inner_outer_rounds(
             )
             continue
         step = inner[turn % len(inner)]
-        onward = step + (step >= (outside - local) % local_size)  # past the one who is outside
+        onward = step + (step >= (outside - local) % local_size)  # past the worker that is outside
         backward = step + (step >= (local - outside) % local_size)
         first = machine * local_size
         yield (

@@ -3,9 +3,9 @@
 
 A judge looks at one block, or at all blocks of a model as one. A skipped block is left out: an
 update is measured over the blocks that it has, against the same blocks of the trusted one, and
-the average of a block is over those who sent it. What a rule keeps from round to round belongs to
-the judge. reference.py and scores.py do the same in NumPy. Updates are sound; arrays are
-C-contiguous and of floats. One thread at a time.
+the average of a block is over the workers that sent it. What a rule keeps from round to round
+belongs to the judge. reference.py and scores.py do the same in NumPy. Updates are sound; arrays
+are C-contiguous and of floats. One thread at a time.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Unscored:
         self._combine = combine
 
     def judge(self, case: Case) -> Judgement:
-        """Return what the rule makes of those who sent each block."""
+        """Combine, for each block, the updates that have it."""
         return _accepted(case.rows), self._combine(case)
 
 
@@ -195,15 +195,15 @@ class Scored:
         self._rule = rule.per_block() if hasattr(rule, "per_block") else rule
 
     def judge(self, case: Case) -> Judgement:
-        """Average, of each block, the accepted updates of those who sent it."""
+        """Average, for each block, the accepted updates that have it."""
         verdicts = self._verdicts(case)
         weigh = getattr(self._rule, "weight", lambda _: 1.0)
         weights = [0.0 if one is None else float(weigh(one)) for one in verdicts]
         changes = []
         for place, like in enumerate(case.trusted):
-            who, sent = senders_of(case.rows, place)
-            total = math.fsum(weights[j] for j in who)
-            pairs = [(u, v.factor / total) for u, j in zip(sent, who, strict=True)
+            senders, sent = senders_of(case.rows, place)
+            total = math.fsum(weights[j] for j in senders)
+            pairs = [(u, v.factor / total) for u, j in zip(sent, senders, strict=True)
                      if (v := verdicts[j]) and total]  # fmt: skip
             changes.append(norms.mix([u for u, _ in pairs], [factor for _, factor in pairs], like))
         return verdicts, changes
@@ -243,11 +243,11 @@ def _measured(case: Case) -> list[Measures]:
     sums, counts = np.zeros((len(case.rows), 3)), [0] * len(case.rows)
     with np.errstate(all="ignore"):
         for place, like in enumerate(case.trusted):
-            who, sent = senders_of(case.rows, place)
+            senders, sent = senders_of(case.rows, place)
             found = norms.products(sent, like)
-            sums[who, :2] += found[:-1]
-            sums[who, 2] += found[-1, 1]
-            for j in who:
+            sums[senders, :2] += found[:-1]
+            sums[senders, 2] += found[-1, 1]
+            for j in senders:
                 counts[j] += like.size
     return [
         Measures(float(inner), float(own), float(square), count, case.delay)

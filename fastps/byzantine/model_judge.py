@@ -35,7 +35,7 @@ class ModelRule:
         self._last = [np.zeros_like(one) for one in likes] if is_centered else []
 
     def combine(self, rows: Sequence[Row], number: int) -> list[Array]:
-        """Return the change of each block; zeros of one that nobody sent."""
+        """Return the change of each block; zeros for a block that no worker sent."""
         if self._rule.bucket and rows:
             rows = self._buckets(rows, number)
         there = np.array([[one is not None for one in row] for row in rows], bool)
@@ -45,7 +45,7 @@ class ModelRule:
         return self._mixed(rows, self._weights(rows, there))
 
     def _buckets(self, rows: Sequence[Row], number: int) -> list[Row]:
-        """Average buckets of updates, drawn at random, each block over those who sent it."""
+        """Average updates in random buckets, each block over the updates that have it."""
         order = reference.bucket_order(len(rows), self._rule.seed, number)
         size = self._rule.bucket
         parts = [order[start : start + size] for start in range(0, len(order), size)]
@@ -70,11 +70,11 @@ class ModelRule:
         """Return each block's mix; centered clipping keeps it as the next round's center."""
         made = []
         for place, like in enumerate(self._likes):
-            who, sent = senders_of(rows, place)
-            if self._last and who:
-                who, sent = [*who, len(rows)], [*sent, self._last[place]]
-            made.append(norms.mix(sent, [float(weights[place, j]) for j in who], like))
-            if self._last and who:
+            senders, sent = senders_of(rows, place)
+            if self._last and senders:
+                senders, sent = [*senders, len(rows)], [*sent, self._last[place]]
+            made.append(norms.mix(sent, [float(weights[place, j]) for j in senders], like))
+            if self._last and senders:
                 self._last[place] = made[-1].copy()
         return made
 
@@ -83,10 +83,10 @@ class ModelRule:
     def _squares(self, rows: Sequence[Row]) -> Array:
         squares = np.zeros((len(self._likes), len(rows), len(rows)))
         for place in range(len(self._likes)):
-            who, sent = senders_of(rows, place)
-            if who:
+            senders, sent = senders_of(rows, place)
+            if senders:
                 found = norms.pair_distances(sent)
-                squares[place][np.ix_(who, who)] = np.minimum(found, reference.FARTHEST)
+                squares[place][np.ix_(senders, senders)] = np.minimum(found, reference.FARTHEST)
         return squares
 
     def _pairs(self, rows: Sequence[Row], there: Array) -> Array:
@@ -103,8 +103,8 @@ class ModelRule:
     def _clipped(self, rows: Sequence[Row], there: Array) -> Array:
         squares = np.zeros(len(rows))
         for place in range(len(self._likes)):
-            who, sent = senders_of(rows, place)
-            squares[who] += norms.square_norms(sent)
+            senders, sent = senders_of(rows, place)
+            squares[senders] += norms.square_norms(sent)
         factors = np.minimum(1.0, self._rule.radius / np.maximum(np.sqrt(squares), reference.TINY))
         weights: Array = _shares(there.T) * factors
         return weights
@@ -132,7 +132,7 @@ class ModelRule:
             weights[:, :m] += steps
         return weights
 
-    # ---- Krum and its kin: chosen for each block among those who sent it ----
+    # ---- Krum and its kin: chosen for each block among the updates that have it ----
 
     def _krum(self, pairs: Array, there: Array) -> Array:
         weights = np.zeros((there.shape[1], there.shape[0]))
@@ -152,9 +152,9 @@ class ModelRule:
         return made
 
     def _chosen(self, pairs: Array, there: Array) -> list[int]:
-        who = np.flatnonzero(there)
-        m, f, rule = len(who), self._rule.lies_among(len(who)), self._rule
-        squares = pairs[np.ix_(who, who)]
+        senders = np.flatnonzero(there)
+        m, f, rule = len(senders), self._rule.lies_among(len(senders)), self._rule
+        squares = pairs[np.ix_(senders, senders)]
         if m == 0:
             return []
         if rule.kind is Kind.BULYAN:
@@ -163,7 +163,7 @@ class ModelRule:
             order = np.argsort(reference.krum_scores(squares, f), kind="stable")
             keep = 1 if rule.kind is Kind.KRUM else min(rule.keep or m - f, m)
             places = [int(one) for one in order[:keep]]
-        return [int(who[one]) for one in places]
+        return [int(senders[one]) for one in places]
 
 
 def senders_of(rows: Sequence[Row], place: int) -> tuple[list[int], list[Array]]:

@@ -23,7 +23,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 def Average() -> Rule:
-    """Average what is not refused: stands no liar who sends numbers."""
+    """Average what is not refused: stands no liar that sends finite numbers."""
     return Rule(Kind.AVERAGE)
 
 

@@ -116,7 +116,7 @@ class TrustedRule(MeasuredRule):
 
 
 class AveragedRule(TrustedRule):
-    """A rule whose result is a weighted average of what it accepts."""
+    """A rule that returns a weighted average of the accepted updates."""
 
     def weight(self, verdict: Verdict) -> float:
         """Return the weight of a judged update in the average."""
@@ -256,7 +256,7 @@ class ZenoDescent:
     ) -> tuple[Array, list[Verdict | None]]:
         """Return the average of the m - b best, zeros for none; and what became of each.
 
-        None: was skipped. trusted: says what shape they have.
+        None: was skipped. trusted: has their shape.
         """
         found: list[Verdict | None] = [
             None if one is None else _refusal(one, trusted) for one in updates

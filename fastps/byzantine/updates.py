@@ -23,7 +23,7 @@ SKIPPED = 1  # the block's bytes do not follow
 _HEADER = struct.Struct("<4sIQQIIQ")
 HEADER_BYTES = _HEADER.size
 
-# Why updates are refused, beside what rules say of them.
+# Reasons of refusals, besides those of rules.
 LATE, REPLAYED, AHEAD, INCOMPLETE, DOUBLED = "late", "replayed", "ahead", "incomplete", "doubled"
 STALE, MALFORMED, MISSING, PARTIAL = "stale", "malformed", "missing", "partial"
 
@@ -194,7 +194,7 @@ class RefusalStats:
 
     def rate(self, worker: int) -> float:
         """Return the share of a worker's blocks that was accepted; 0 if there were none."""
-        total = sum(count for (who, _), count in self.counts.items() if who == worker)
+        total = sum(count for (one, _), count in self.counts.items() if one == worker)
         return self.counts[worker, ""] / total if total else 0.0
 
     def statistics(self) -> dict[str, float]:
@@ -228,8 +228,8 @@ class RefusalStats:
     def _line(self, worker: int) -> str:
         reasons = [
             f"{reason} {count}"
-            for (who, reason), count in sorted(self.counts.items())
-            if who == worker and reason
+            for (one, reason), count in sorted(self.counts.items())
+            if one == worker and reason
         ]
         line = f"worker {worker}: {self.rate(worker):6.1%} accepted"
         if self.scores[worker].count:

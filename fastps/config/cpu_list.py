@@ -15,17 +15,21 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Read CPU numbers from the kernel's list notation, as 0-3,8; ascending, without repeats.
+    """Return the CPU numbers of a list in the kernel's notation, as 0-3,8; ascending, each once.
 
-    An empty text gives no CPU. Raises ConfigError for anything else.
+    An empty text is an empty list. Raises ConfigError.
     """
     cpus: set[int] = set()
     for part in text.strip().split(",") if text.strip() else ():
         match = _RANGE.fullmatch(part.strip())
         if match is None:
-            raise ConfigError(f"CPU list {text!r}: {part!r} is neither 3 nor 0-3")
+            raise ConfigError(
+                f"CPU list {text!r}: {part!r} must be a CPU, as 3, or a range, as 0-3"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if first > last or last >= MAX_CPUS:
-            raise ConfigError(f"CPU list {text!r}: {part!r} is not within 0-{MAX_CPUS - 1}")
+            raise ConfigError(
+                f"CPU list {text!r}: {part!r} must be ascending, within 0-{MAX_CPUS - 1}"
+            )
         cpus.update(range(first, last + 1))
     return tuple(sorted(cpus))

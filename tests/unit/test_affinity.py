@@ -50,5 +50,5 @@ def test_any_text_is_read_or_refused(text):
 
 
 def test_bounds_are_told():
-    with pytest.raises(ConfigError, match="'0-1024' is not within 0-1023"):
+    with pytest.raises(ConfigError, match="'0-1024' must be ascending, within 0-1023"):
         parse_cpu_list("0-1024")
