@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastps.config import package as _package  # noqa: F401  (says it where nothing is compiled)
+from fastps.config import package as _package  # noqa: F401  (ImportError if nothing is compiled)
 from fastps.contract.compression import Choice, Compression
 from fastps.contract.contract import Compensation
 from fastps.contract.rule import Choice as RuleChoice
@@ -306,8 +306,8 @@ __all__ = [
     "win_wait",
 ]
 
-# What many programs never use is imported with the first name of it, which halves the time of
-# `import fastps`.
+# Modules that many programs never use are imported with the first of their names, which halves
+# the time of `import fastps`.
 _LATER = (
     "fastps.ops.windows",
     "fastps.graph.rules",
@@ -321,10 +321,10 @@ _LATER = (
 )
 _MODULES = {"outer": "fastps.algorithms.outer"}
 
-if not TYPE_CHECKING:  # type checkers know the names from above, and find what is misspelt
+if not TYPE_CHECKING:  # type checkers know the names from above, and find misspelt ones
 
     def __getattr__(name: str) -> Any:
-        """Find a public name in the modules that are imported later, or the version."""
+        """Return a public name of the modules that are imported later, or the version."""
         if name == "__version__":
             return importlib.import_module("fastps.config.versions").version_of("fastps")
         if name in _MODULES:
@@ -337,7 +337,7 @@ if not TYPE_CHECKING:  # type checkers know the names from above, and find what 
 
 
 def __dir__() -> list[str]:
-    """List the names that are loaded, and those that are imported later."""
+    """List the loaded names, and those that are imported later."""
     return sorted({*globals(), *__all__})
 
 
@@ -347,7 +347,7 @@ def init(**settings: object) -> None:
     settings: fields of docs/env.md in lower case without the prefix, like partition_bytes; they
     win over the environment. A job of one worker without servers needs no other process. Blocks
     up to start_timeout_s. A second call does nothing. Raises ConfigError, AuthError,
-    TransportTimeout (no scheduler), StallError (somebody is missing), PeerLostError.
+    TransportTimeout (no scheduler), StallError (a process is missing), PeerLostError.
     """
     _current.init(settings)
 
@@ -371,14 +371,14 @@ def run(
     timeout_s: float | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """Run a function as a job of np new workers on this machine; give its results by rank.
+    """Run a function as a job of np new workers on this machine; return its results by rank.
 
-    init() was called when it begins. It and its arguments are pickled; if they are of a script or
-    a notebook, by value, with cloudpickle (`fastps[notebook]`). settings: of init(), for all.
-    Output appears with the rank. Blocks, without limit if timeout_s is None; Ctrl-C ends all.
-    Raises the first exception of a worker, whose traceback is a note of it (a RuntimeError with
-    its text where it cannot be unpickled, or was sys.exit()), StallError in time, PeerLostError
-    when a worker ends. fastps.notebook.Team keeps workers between calls.
+    The workers have called init() when it begins. It and its arguments are pickled; those of a
+    script or a notebook by value, with cloudpickle (`fastps[notebook]`). settings: of init(), for
+    all. Output appears with the rank. Blocks, without limit if timeout_s is None; Ctrl-C ends all.
+    Raises the first exception of a worker, with its traceback as a note (a RuntimeError with its
+    text where it cannot be unpickled, or was sys.exit()), StallError after timeout_s, and
+    PeerLostError when a worker ends. fastps.notebook.Team keeps workers between calls.
     """
     from fastps.launch.team import run as run_team  # noqa: PLC0415  (processes are the launcher's)
 
@@ -386,7 +386,7 @@ def run(
 
 
 def rank() -> int:
-    """Return the number of this worker, 0 to size() - 1; also in processes forked from it.
+    """Return the rank of this worker, 0 to size() - 1; also in processes forked from it.
 
     Validators come after the workers: size() + validator_rank().
     """
@@ -417,9 +417,9 @@ def declare(
 ) -> None:
     """Declare a tensor, by an array like it or (shape, dtype), before its first use.
 
-    Spares the first push_pull one round trip; never necessary. compression, rule: as for
-    push_pull(), which need not be told again. Blocks until the servers are
-    ready. Raises MismatchError when another worker declared it differently.
+    Saves the first push_pull a round trip; never necessary. compression, rule: as for push_pull(),
+    which then needs no more of them. Blocks until the servers are ready. Raises MismatchError when
+    another worker declared it differently.
     """
     if isinstance(tensor, np.ndarray):
         shape, dtype = tensor.shape, tensor.dtype
@@ -431,14 +431,14 @@ def declare(
 
 
 def forget(name: str | Sequence[str]) -> None:
-    """Forget tensors that were declared, by declare() or their first use, so that nothing is kept.
+    """Forget tensors that declare() or their first use has declared, and free their memory.
 
-    And the names of operations among workers, those of grouped ones and of process sets too.
-    All workers must call it with the same names in the same order, best many at once. A name may
-    then be used again, for another shape or dtype. Blocks until every server has dropped
-    them. Raises ConfigError for a name that nothing has, FastPSError for one in flight,
-    MismatchError for one that workers declared differently, StallError that says who did not
-    call; then all names go on working, except for those that a server fails to drop.
+    Also the names of operations among workers, those of grouped ones and of process sets too. All
+    workers must call it with the same names in the same order, best many at once. A name may then
+    be used again, for another shape or dtype. Blocks until every server has dropped them. Raises
+    ConfigError for an unknown name, FastPSError for one in flight, MismatchError for one that
+    workers declared differently, and StallError, which names the workers that did not call. After
+    an error all names go on working, except for those that a server fails to drop.
     """
     _current.current().forget(name)
 
@@ -447,9 +447,9 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     """Return an uninitialised array that the workers of this machine can all reach.
 
     push_pull of it, in place or into another such array, copies nothing: the workers add right
-    where the arrays lie. Views that are C-contiguous count as well. Plain memory where there is
-    nobody to share with. The array lives on after shutdown(). Forked children share it. Raises
-    ValueError for a negative extent, MemoryError that names the limit and its cure. Does not
+    where the arrays are. C-contiguous views count as well. It is plain memory where no other
+    worker shares this machine. The array lives on after shutdown(). Forked children share it.
+    Raises ValueError for a negative extent, MemoryError with the limit and what to do. Does not
     block.
     """
     given = (shape,) if isinstance(shape, int | np.integer) else shape
@@ -462,8 +462,8 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
 def register(array: Array) -> Array:
     """Return an array with the same contents that the workers of this machine can all reach.
 
-    The array itself if it is one already, or if there is nobody to share with; else a copy: use
-    it in place of the old one. Raises MemoryError as empty() does.
+    The array itself if it is such an array already, or if no other worker shares this machine;
+    else a copy: use it instead of the old one. Raises MemoryError as empty() does.
     """
     current = _current.current()
     if current.is_shared(array) or not current.can_share:
@@ -484,22 +484,21 @@ def push_pull(
     learning_rate: float | None = None,
     rule: RuleChoice = None,
 ) -> Array | list[Array]:
-    """Average (or sum) a tensor over all workers and give the result.
+    """Average (or sum) a tensor over all workers and return the result.
 
     tensor: C-contiguous array, or a sequence of them that travels as one; read. name: the same
-    on all workers, one per tensor. average: divide by size(), or by how many take part where
-    some have called join(); integers, whose sums wrap around, are rounded down; False sums.
-    priority: larger leaves first. out: where the result goes, None for a new array, tensor
+    on all workers, one per tensor. average: divide by size(), or by the number of workers that
+    take part where some have called join(); integers, whose sums wrap around, are rounded down;
+    False sums. priority: larger leaves first. out: array of the result, None for a new one, tensor
     itself for in place. Sums are made in rank order: the same bits on every worker and in every
-    run; half types are summed in float32 and rounded once; NaN and infinities pass through.
-    compression: one of fastps.Compression, a function that gives one for a name, or BytePS's
-    dictionary of parameters; it is that of the name from its first use on. Tensors below
-    min_compress_bytes, elements that are no floats, and jobs without servers go without.
-    learning_rate: of this step; error feedback is scaled by the last one's ratio to it. rule: one
-    of fastps.byzantine, or a name such as "median": what servers make of the workers' tensors
-    instead of the average; it is that of the name from its first use on. Needs servers, and
-    refuses NaN and infinities. Blocks; raises PeerLostError, MismatchError, StallError. Bytes on
-    the wire: nbytes each way.
+    run. Half types are summed in float32 and rounded once; NaN and infinities pass through.
+    compression: one of fastps.Compression, a function that returns one for a name, or BytePS's
+    dictionary of parameters; a name keeps that of its first use. Tensors below min_compress_bytes,
+    elements other than floats, and jobs without servers go without. learning_rate: of this step;
+    error feedback is scaled by the ratio of the last one to it. rule: one of fastps.byzantine, or
+    a name such as "median": how servers combine the workers' tensors instead of the average; a
+    name keeps that of its first use. A rule needs servers, and refuses NaN and infinities. Blocks;
+    raises PeerLostError, MismatchError, StallError. Bytes on the wire: nbytes each way.
     """
     return _current.current().push_pull(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
@@ -518,7 +517,7 @@ def push_pull_async(
     learning_rate: float | None = None,
     rule: RuleChoice = None,
 ) -> Handle[Any]:
-    """Start push_pull() and give a handle for synchronize(); does not block.
+    """Start push_pull() and return a handle for synchronize(); does not block.
 
     The arrays must not be changed until synchronize() has returned.
     """
@@ -534,7 +533,7 @@ def poll(handle: Waitable) -> bool:
 
 
 def synchronize(handle: Waitable, timeout_s: float | None = None) -> Any:
-    """Wait for an operation and give its result; see Handle.wait()."""
+    """Wait for an operation and return its result; see Handle.wait()."""
     return handle.wait(timeout_s)
 
 
@@ -559,10 +558,10 @@ def broadcast_object(
 def barrier(
     process_set: ProcessSet = global_process_set, *, timeout_s: float | None = None
 ) -> None:
-    """Wait until every member has come here; StallError names which worker is missing.
+    """Wait until every member has called it; a StallError names the missing worker.
 
-    Blocks up to timeout_s seconds (default: op_timeout_s). Who calls it again after a StallError
-    in shared memory waits for the same barrier.
+    Blocks up to timeout_s seconds (default: op_timeout_s). A worker that calls it again after a
+    StallError in shared memory waits for the same barrier.
     """
     if process_set is not global_process_set:
         checked_set(process_set).group().barrier().wait(timeout_s)
@@ -573,17 +572,17 @@ def barrier(
 def mark_step() -> None:
     """Mark the end of a training step, for statistics() and the timeline. Does not block.
 
-    Optimizers and DistributedDataParallel of fastps.torch say it themselves.
+    Optimizers and DistributedDataParallel of fastps.torch call it themselves.
     """
     _current.current().steps.mark()
 
 
 @contextlib.contextmanager
 def span(name: str, of: str = "") -> Iterator[None]:
-    """Show what the program does within the block in the timeline, where one is made.
+    """Show the block as an activity in the timeline, where one is made.
 
-    name: what is done, `of`: to which tensor, or anything else. Any thread; spans may lie within
-    each other. Costs next to nothing without a timeline.
+    name: the activity. of: its tensor, or anything else. Any thread; spans may be nested. Costs
+    next to nothing without a timeline.
     """
     recorder, began = _current.current().steps.recorder, time.monotonic_ns()
     try:
@@ -596,8 +595,8 @@ def span(name: str, of: str = "") -> Iterator[None]:
 def get_pushpull_speed() -> tuple[int, float]:
     """Take the oldest measurement: milliseconds since 1970, and MB/s (1e6) of tensors pushed.
 
-    One is made every 10 seconds in which something is pushed, and 1024 are kept; (0, -5.0) when
-    there is none, as in BytePS. FASTPS_TELEMETRY_ON=0 measures nothing.
+    Every 10 seconds with pushes there is a new one, and 1024 are kept; (0, -5.0) when there is
+    none, as in BytePS. FASTPS_TELEMETRY_ON=0 measures nothing.
     """
     return _current.current().steps.speed() or (0, -5.0)
 

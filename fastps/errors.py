@@ -24,15 +24,15 @@ import enum
 class FastPSError(RuntimeError):
     """Base of all errors of this library.
 
-    A RuntimeError, as Horovod's and torch.distributed's are: code written for them that catches
-    those goes on working.
+    A RuntimeError, as the errors of Horovod and torch.distributed are: code that catches those
+    goes on working.
     """
 
 
 class ArgumentError(FastPSError, TypeError, ValueError):
     """An operation cannot take an argument of this kind.
 
-    A TypeError and a ValueError too: Horovod raises this one or that for the same mistake.
+    A TypeError and a ValueError too: Horovod raises either for the same mistake.
     """
 
 

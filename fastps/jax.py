@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for JAX. Only hands names on.
+"""fastps for JAX. Only re-exports names.
 
     import fastps.jax as fps
 

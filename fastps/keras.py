@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for Keras 3, with TensorFlow, JAX or PyTorch below. Only hands names on.
+"""fastps for Keras 3, with TensorFlow, JAX or PyTorch below. Only re-exports names.
 
 import fastps.keras as fps
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for MXNet 1.9. Only hands names on; the first that needs MXNet imports it.
+"""fastps for MXNet 1.9. Only re-exports names; the first that needs MXNet imports it.
 
 import fastps.mxnet as fps
 
@@ -162,7 +162,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name that needs MXNet, and import MXNet for it."""
+    """Return a name that needs MXNet, which is imported now."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from fastps.frameworks.mxnet import (  # noqa: PLC0415  (after compat())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers in a notebook: cells that run on all of them, which keep their state in between.
+"""Workers in a notebook: cells run on all of them, and they keep their state in between.
 
     %load_ext fastps.notebook
     %fastps start -np 4
@@ -8,7 +8,7 @@
     x = fastps.allreduce(np.ones(3))
 
 `Team` is the same as an object: run(), execute(), push(), pull(), interrupt(), restart(), close().
-A kernel's interrupt (Ctrl-C) goes to the workers; they join the job anew and keep their state.
+A kernel's interrupt (Ctrl-C) goes to the workers; they join the job again and keep their state.
 Needs `fastps[notebook]`. Importing starts nothing.
 """
 
@@ -38,7 +38,7 @@ class _Workers:
         atexit.register(self.stop)
 
     def start(self, np: int) -> Team:
-        """Start a team in place of the one there is; also as the variable `workers`."""
+        """Start a team instead of the present one; also set it as the variable `workers`."""
         self.stop()
         self._team = Team(np)
         self._team.execute(FIRST_CELL)
@@ -52,7 +52,7 @@ class _Workers:
             team.close()
 
     def line(self, words: str) -> None:
-        """Do what the line magic is told."""
+        """Run the line magic."""
         parser = _Parser(prog="%fastps", add_help=False)
         parser.add_argument("what", choices=("start", "stop", "restart", "status"))
         parser.add_argument("-np", type=int, default=4)
@@ -74,17 +74,20 @@ class _Workers:
         found = parser.parse_args(shlex.split(words))
         team = self._team or self.start(found.np or 4)
         if found.np not in (None, team.size):
-            raise ValueError(f"there are {team.size} workers; %fastps start -np {found.np} first")
+            raise ValueError(
+                f"-np {found.np}, but there are {team.size} workers; run %fastps start "
+                f"-np {found.np}"
+            )
         team.execute(source, timeout_s=found.timeout)
 
     def describe(self) -> str:
-        """Return what there is."""
+        """Return the number of workers as text."""
         return "no workers" if self._team is None else f"{self._team.size} workers"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise ValueError: a notebook is not to end."""
+        """Raise ValueError instead of SystemExit, which would end the notebook."""
         raise ValueError(f"{message}; {USAGE}")
 
 

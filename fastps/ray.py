@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for Ray. Only hands names on.
+"""fastps for Ray. Only re-exports names.
 
     from ray.train.data_parallel_trainer import DataParallelTrainer
     import fastps.ray
 
     DataParallelTrainer(train, backend_config=fastps.ray.Config(servers=1), ...).fit()
 
-The workers of that run call fastps.init(), or that of a framework's face; start() does the same
-for actors that Ray Train knows nothing of.
+The workers of that run call fastps.init(), or the init() of a framework's face. start() does the
+same for actors without Ray Train.
 """
 
 from __future__ import annotations

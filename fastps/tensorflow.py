@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for TensorFlow 2. Only hands names on; those that need Keras import it.
+"""fastps for TensorFlow 2. Only re-exports names; those that need Keras import it.
 
     import fastps.tensorflow as fps
 
@@ -183,7 +183,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Find what needs Keras, which is imported now."""
+    """Return a name that needs Keras, which is imported now."""
     if name != "SyncBatchNormalization":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from fastps.frameworks.tensorflow.batchnorm import SyncBatchNormalization  # noqa: PLC0415

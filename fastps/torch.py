@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fastps for PyTorch. Only hands names on.
+"""fastps for PyTorch. Only re-exports names.
 
     import fastps.torch as fps
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element types as they travel, the one table of wire codes, and bounds of what users give.
+"""Element types on the wire, the one table of their codes, and bounds of users' arguments.
 
 Knows NumPy and nothing else. bfloat16 has no NumPy dtype: such arrays travel as uint16 views
-with the code BFLOAT16 beside them (or as ml_dtypes arrays, recognised by name); a uint16 array
-without that is one of integers.
+with the code BFLOAT16 beside them (or as ml_dtypes arrays, recognised by name). A uint16 array
+without that code is one of integers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def numpy_dtype(code: DType) -> np.dtype[np.generic]:
 
 
 class ReduceOp(enum.IntEnum):
-    """What is done to the elements of several arrays; code on the wire and of a kernel."""
+    """How the elements of several arrays are combined; code on the wire and of a kernel."""
 
     SUM = 1
     MIN = 2
@@ -73,19 +73,19 @@ class ReduceOp(enum.IntEnum):
     TRIMMED_MEAN = 9  # without the largest and smallest: of floats
 
     def has_meaning(self, dtype: DType) -> bool:
-        """Return whether a dtype allows it: floats have no bits, and only they are mixed."""
+        """Return whether a dtype allows it: bits need integers or bool, and mixes floats."""
         is_float = dtype <= DType.BFLOAT16
         return self < ReduceOp.BAND or is_float == (self >= ReduceOp.MIX)
 
     def check(self, dtype: DType) -> None:
-        """Raise TypeError if an element type does not allow it."""
+        """Raise TypeError where a dtype does not allow it."""
         if not self.has_meaning(dtype):
             right = "floats" if self >= ReduceOp.MIX else "integers and bool"
             raise TypeError(f"op {self.name.lower()} is for {right}, not {dtype.name.lower()}")
 
 
 class Op(enum.Enum):
-    """What users ask for: an operation, or the average, which is a sum with a divisor."""
+    """The op= of users: an operation, or the average, which is a sum with a divisor."""
 
     AVERAGE = "average"
     SUM = "sum"
@@ -99,9 +99,12 @@ class Op(enum.Enum):
 
     @property
     def reduction(self) -> ReduceOp:
-        """What its kernel does; TypeError where it has none."""
+        """The operation of its kernel. Raises TypeError where it has none."""
         if self is Op.ADASUM:
-            raise TypeError("Adasum is made by allreduce() and DistributedOptimizer() alone")
+            raise TypeError(
+                "op=Adasum is allowed in allreduce() and DistributedOptimizer() only; use Sum or "
+                "Average here"
+            )
         return _REDUCTIONS[self]
 
 
@@ -114,7 +117,7 @@ _ITEMSIZE = {code: numpy_dtype(code).itemsize for code in DType}
 
 
 def checked_seconds(timeout_s: float) -> float:
-    """Return a time to wait as a float; ValueError if it is none, or no wait can be that long."""
-    if not 0 <= timeout_s <= MAX_SECONDS:  # nor is nan
-        raise ValueError(f"timeout_s={timeout_s} is not 0 to {MAX_SECONDS:g} seconds")
+    """Return a time to wait as a float. Raises ValueError, also for NaN."""
+    if not 0 <= timeout_s <= MAX_SECONDS:
+        raise ValueError(f"timeout_s={timeout_s} must be 0 to {MAX_SECONDS:g} seconds")
     return float(timeout_s)

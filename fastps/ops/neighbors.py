@@ -26,7 +26,7 @@ from fastps.topology import Topology, with_destinations, with_sources
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array, Handle, MappedHandle, Waitable
 
-if TYPE_CHECKING:  # importing fastps brings as little as it can
+if TYPE_CHECKING:  # importing fastps loads as little as it can
     from fastps.graph.weights import Targets
 
 FUSED_BYTES = 8 << 20  # of arrays that travel as one
@@ -166,13 +166,13 @@ def start_neighbor_allgather(
 
 
 def set_topology(topology: Any = None, is_weighted: bool = False) -> bool:
-    """Choose the graph of workers on which operations go; all workers choose the same.
+    """Set the graph of workers for operations among neighbours; all workers set the same.
 
     topology: fastps.topology.Topology, a networkx.DiGraph, or a matrix; None: exponential.
-    is_weighted: its weights count; else what is received and one's own are weighed alike. Does
-    not communicate; a graph that others do not have is found by the next operation. Raises
-    ArgumentError (a ValueError and a TypeError) for a wrong number of nodes, or what is no graph.
-    Always True.
+    is_weighted: its weights count; else a worker weighs its own array and those of others alike.
+    Does not communicate; the next operation finds out where graphs differ. Raises ArgumentError (a
+    ValueError and a TypeError) for a wrong number of nodes, or for anything but a graph. Returns
+    True.
     """
     current().groups.neighbors.set_graph(topology, is_weighted=is_weighted)
     return True
@@ -189,20 +189,20 @@ def is_topo_weighted() -> bool:
 
 
 def in_neighbor_ranks() -> list[int]:
-    """List whom this worker receives from on the graph, ascending, without itself."""
+    """List the workers that this one receives from on the graph, ascending, without itself."""
     return load_topology().in_neighbors(current().rank)
 
 
 def out_neighbor_ranks() -> list[int]:
-    """List whom this worker sends to on the graph, ascending, without itself."""
+    """List the workers that this one sends to on the graph, ascending, without itself."""
     return load_topology().out_neighbors(current().rank)
 
 
 def lost_ranks() -> list[int]:
-    """List the workers that this one goes on without, ascending: lost, or gone before us.
+    """List the workers that are lost or have left the job before this one, ascending.
 
-    Only with on_loss="reweight", else empty: the job ends. Others may hear of a loss a little
-    later; after barrier() all know of those before it.
+    Only with on_loss="reweight"; else the list is empty, since the job ends. Others may learn of
+    a loss a little later; after barrier() all know of the losses before it.
     """
     session = current()
     return session.groups.world.gone() if session.config.goes_on else []
@@ -227,7 +227,7 @@ def is_homogeneous() -> bool:
 
 
 def set_machine_topology(topology: Any = None, is_weighted: bool = False) -> bool:
-    """Choose the graph of machines, as set_topology() does that of workers."""
+    """Set the graph of machines, as set_topology() does that of workers."""
     current().groups.neighbors.set_machine_graph(topology, is_weighted=is_weighted)
     return True
 
@@ -238,26 +238,31 @@ def load_machine_topology() -> Topology:
 
 
 def in_neighbor_machine_ranks() -> list[int]:
-    """List which machines this one receives from on their graph, ascending, without itself."""
+    """List the machines that this one receives from on their graph, ascending, without itself."""
     return load_machine_topology().in_neighbors(machine_rank())
 
 
 def out_neighbor_machine_ranks() -> list[int]:
-    """List which machines this one sends to on their graph, ascending, without itself."""
+    """List the machines that this one sends to on their graph, ascending, without itself."""
     return load_machine_topology().out_neighbors(machine_rank())
 
 
 def infer_source_from_destination_ranks(dst_ranks: Sequence[int]) -> tuple[list[int], Topology]:
-    """Return the ranks that send to this worker, and the graph of all, from whom each sends to.
+    """Return the ranks that send to this worker, and the graph of all workers.
 
-    All workers call it; blocks until they have. Each weighs what it receives, and its own, alike.
+    dst_ranks: the ranks that this worker sends to. All workers call it; blocks until they have. On
+    the graph each worker weighs its own array and those that it receives alike.
     """
     topology = with_destinations(_gathered(dst_ranks))
     return topology.in_neighbors(current().rank), topology
 
 
 def infer_destination_from_source_ranks(src_ranks: Sequence[int]) -> tuple[list[int], Topology]:
-    """Return the ranks that this worker sends to, from whom each receives from; else as above."""
+    """Return the ranks that this worker sends to, and the graph of all workers.
+
+    src_ranks: the ranks that this worker receives from. Otherwise as
+    infer_source_from_destination_ranks().
+    """
     topology = with_sources(_gathered(src_ranks))
     return topology.out_neighbors(current().rank), topology
 

@@ -260,7 +260,7 @@ def in_time() -> str:
         if me == 0:
             handle, want = start(1)
             assert not handle.poll(), name
-            with pytest.raises(ValueError, match="is not 0 to"):
+            with pytest.raises(ValueError, match="must be 0 to"):
                 handle.wait(-1.0)
             for _ in range(2):
                 with pytest.raises(StallError):

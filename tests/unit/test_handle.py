@@ -83,7 +83,7 @@ def test_poll_makes_nothing_and_a_time_that_is_over_leaves_it_under_way():
         assert not later.poll()
         with pytest.raises(StallError, match="0 s"):
             later.wait(0.0)
-        with pytest.raises(ValueError, match="is not 0 to"):
+        with pytest.raises(ValueError, match="must be 0 to"):
             later.wait(float("nan"))
     ticket.end()
     assert later.poll()
