@@ -96,8 +96,8 @@ cdef int send_part(Action* action, Part* part) noexcept nogil:
         status = scale(window, action.array, part.scaled, part.weight)
     if status != OK:
         return status
-    fill_header(engine, &part.item, window.id, action.kind | (WITH_P if action.has_p else 0), part.number,
-         part.weight * window.p)
+    fill_header(engine, &part.item, window.id, action.kind | (WITH_P if action.has_p else 0),
+                part.number, part.weight * window.p)
     part.item.header.dtype = window.dtype
     part.item.payload = payload
     part.item.nbytes = window.nbytes
@@ -115,7 +115,8 @@ cdef int request_array(Action* action, Part* part) noexcept nogil:
     """Request a neighbour's own array."""
     cdef Deferred todo
     memset(&todo, 0, sizeof(todo))
-    queue_control(action.engine, &todo, part.peer, action.window.id, GET, part.number, part.weight, OK)
+    queue_control(action.engine, &todo, part.peer, action.window.id, GET, part.number,
+                  part.weight, OK)
     run_deferred(action.engine, &todo)
     return OK
 

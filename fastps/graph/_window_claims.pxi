@@ -200,4 +200,5 @@ cdef void release_mutex(Part* part, Deferred* todo) noexcept nogil:
     if part.peer == action.engine.me:
         remove_claim(action.engine, action.window, part.peer, part.number, todo)
     elif not is_lost(action.engine, part.peer):
-        queue_control(action.engine, todo, part.peer, action.window.id, UNLOCK, part.number, 0.0, OK)
+        queue_control(action.engine, todo, part.peer, action.window.id, UNLOCK, part.number, 0.0,
+                      OK)

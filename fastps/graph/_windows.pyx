@@ -109,7 +109,7 @@ cdef class Windows:
         engine.n_members = exchange.state.n_members
         engine.culprit = -1
         engine.members = <Member*>calloc(engine.n_members + 1, sizeof(Member))
-        engine.discard = <char*>malloc(WRITE_BYTES)   # touched by what nobody wants alone
+        engine.discard = <char*>malloc(WRITE_BYTES)   # receives what is discarded
         if engine.members == NULL or engine.discard == NULL:
             raise MemoryError(f"no memory for windows of {engine.n_members} members")
         pthread_mutex_init(&engine.lock, NULL)
@@ -189,7 +189,8 @@ cdef class Window:
         self.engine, self.name, self.memory, self.sources = engine, name, memory, tuple(sources)
         if list(sources) != sorted(set(sources)) or len(sources) > MAX_BUFFERS:
             raise ValueError(
-                f"window {name!r}: sources={list(sources)} must be ascending, at most {MAX_BUFFERS}"
+                f"window {name!r}: sources={list(sources)} must be ascending, and at most "
+                f"{MAX_BUFFERS}"
             )
         PyObject_GetBuffer(own, &self.view, PyBUF_WRITABLE)
         self.has_view = True
@@ -351,7 +352,8 @@ cdef class Window:
 
     def get(self, weights, *, bint is_locked=False, bint is_inline=False, double timeout_s=60.0):
         """Start to replace our buffers by neighbours' own arrays times {source: weight}."""
-        cdef WindowAction made = self.new_action(f"win_get {self.name}", GET, len(weights), timeout_s)
+        cdef WindowAction made = self.new_action(
+            f"win_get {self.name}", GET, len(weights), timeout_s)
         cdef uint32_t i
         for i, (peer, weight) in enumerate(weights.items()):
             self.set_part(made, i, self.sources.index(peer), peer, weight)
@@ -390,7 +392,8 @@ cdef class Window:
 
         excluded: the members that our own mutex excludes; None: all.
         """
-        cdef WindowAction made = self.new_action(f"win_mutex {self.name}", LOCK, len(members), timeout_s)
+        cdef WindowAction made = self.new_action(
+            f"win_mutex {self.name}", LOCK, len(members), timeout_s)
         cdef Part* part
         cdef uint32_t i
         for i, peer in enumerate(members):
