@@ -138,7 +138,6 @@ cdef int write_direct(Action* action, Part* part, int64_t deadline) noexcept nog
     if status == OK:
         note_arrival(head, action.kind, action.has_p, part.weight * window.p)
     unlock_buffer(head)
-    fps_add64(<int64_t*>&action.engine.direct_bytes, window.nbytes)
     return status
 
 

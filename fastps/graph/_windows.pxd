@@ -132,7 +132,6 @@ cdef struct CWindow:            # a window
     Buffer* buffers             # by peer, ascending
     uint32_t n_buffers
     Target* targets
-    uint32_t n_targets
     uint32_t numbers            # of parts
     pthread_mutex_t own_lock    # guards own and p; never held while waiting for others
     Claim* claims
@@ -163,7 +162,6 @@ cdef struct Engine:             # of all windows of one worker
     int32_t is_stopping         # atomic
     Thread* helper
     char* discard
-    uint64_t direct_bytes       # statistics
 
 cdef class Windows
 

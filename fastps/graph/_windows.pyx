@@ -133,10 +133,6 @@ cdef class Windows:
         cdef uint32_t i
         return [i for i in range(self.state.n_members) if self.state.members[i].is_lost]
 
-    def statistics(self):
-        """Return the number of bytes written to neighbours' buffers in shared memory."""
-        return {"window_bytes_direct": self.state.direct_bytes}
-
     cdef int prune(self) except -1:
         if len(self.in_flight) > MANY_ACTIONS:
             for action in list(self.in_flight.values()):
@@ -268,7 +264,6 @@ cdef class Window:
         for i, (peer, address) in enumerate(targets):
             state.targets[i].peer = peer
             state.targets[i].head = <BufferHead*><uintptr_t>address
-        state.n_targets = len(targets)
         self.targets = tuple([peer for peer, _ in targets])
         for i in range(state.n_buffers):
             own, head = theirs.get(state.buffers[i].peer, (0, 0))
