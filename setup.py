@@ -18,8 +18,7 @@ from setuptools.command.build_ext import build_ext
 MODULES = [
     "fastps._core",
     "fastps.native._floats",
-    "fastps.reduce.codec._coder",
-    "fastps.reduce._combiner",
+    "fastps.reduce._partition",
     "fastps.transport._link",
     "fastps.transport.tcp._transport",
     "fastps.transport.rdma._transport",

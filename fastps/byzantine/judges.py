@@ -30,7 +30,7 @@ from fastps.byzantine.updates import PARTIAL
 from fastps.contract.rule import FLOATS, MAX_VOICES, Kind, Rule
 from fastps.errors import ConfigError
 from fastps.reduce import norms
-from fastps.reduce._combiner import Combiner
+from fastps.reduce._partition import Combiner
 from fastps.reduce.user_rules import find_own
 from fastps.types import dtype_of
 

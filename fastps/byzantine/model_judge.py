@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for whole tensors where a tensor is several blocks, some of which may be skipped.
 
-As in reduce/_combiner.pyx, all such rules follow from lengths, or from distances between all
+As in reduce/_combiner.pxi, all such rules follow from lengths, or from distances between all
 pairs, and end in a mix by weights. Here the weights of each block are those of the workers that
 sent it, and add up to 1. The length of an update, and its distance from a center, are summed over
 the blocks that it has. The distance between two updates is over the blocks that both have, made

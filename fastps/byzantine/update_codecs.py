@@ -16,7 +16,7 @@ import numpy as np
 from fastps.byzantine.scores import Array
 from fastps.contract.codec import PLAIN
 from fastps.contract.compression import Choice, coding_of
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.types import dtype_of
 
 CHUNK_BYTES = 64 << 10  # of elements that share a unit, where codecs have more than one

@@ -3,7 +3,7 @@
 
 Decides parameters, their bounds, and what becomes of them where fewer updates come than there are
 workers. Pure: it never sees an element. fastps.byzantine has what users call; its reference forms
-say in NumPy what each kind does, reduce/_combiner.pyx does it on servers.
+say in NumPy what each kind does, reduce/_combiner.pxi does it on servers.
 """
 
 from __future__ import annotations

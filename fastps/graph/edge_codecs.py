@@ -23,7 +23,7 @@ from fastps.contract.codec import HEAD_BYTES, Codec, Coding, Option
 from fastps.errors import FastPSError, MismatchError
 from fastps.graph.combine import mix
 from fastps.native._floats import DefaultFloats
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.reduce.library import codec_kernel
 from fastps.types import DType
 from fastps.worker.handle import Array

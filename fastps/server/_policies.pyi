@@ -2,8 +2,7 @@
 from enum import IntEnum
 from typing import Self, final
 
-from fastps.reduce._combiner import Combiner
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder, Combiner
 
 class RoundState(IntEnum):
     IDLE = 0

@@ -26,10 +26,10 @@ from fastps.native.atomic cimport (
     fps_add32, fps_add64, fps_and32, fps_cas32, fps_load32, fps_load64, fps_or32, fps_store32,
 )
 from fastps.native.posix cimport pthread_mutex_lock, pthread_mutex_unlock, sched_yield
-from fastps.reduce._combiner cimport (
-    MAX_VOICES, Combiner, Combining, Table, combine, finish, lay_out, look, weigh,
+from fastps.reduce._partition cimport (
+    MAX_VOICES, Code, Coder, Combiner, Combining, Table, code_add, code_decode, code_encode,
+    code_sum, combine, finish, lay_out, look, round_up, weigh,
 )
-from fastps.reduce.codec._coder cimport Code, Coder, code_add, code_decode, code_encode, code_sum
 from fastps.transport._link cimport (
     KICK_FULL, KICK_WAKE, LINK_CAN_PROMISE, Link, LinkSlot, SendItem, is_early_broadcast, sent_fn,
     slot_acquire, slot_release,

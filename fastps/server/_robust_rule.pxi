@@ -10,17 +10,10 @@
 # Python. Where a key has a codec, the rule sees what was decoded, and what it makes is encoded
 # once; what that loses is kept for the next round (error feedback), as for a sum.
 
-cdef enum:
-    LINE_BYTES = 64
-
 cdef struct Ruled:              # what the rule of a partition keeps
     Combining* how
     Code* code                  # NULL: elements travel as they are
     Table* table                # of a rule that looks at all units first: of this round; or NULL
-
-
-cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
-    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
 
 
 cdef inline uint64_t plain_bytes(Code* code) noexcept nogil:

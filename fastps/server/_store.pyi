@@ -4,7 +4,7 @@ from typing import Self, final
 
 from fastps._core import BufferPool
 from fastps.contract.contract import Cast, Compensation, Gathering
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.server._policies import CodedRule, KeptResidual, RuledRule
 from fastps.transport._link import LinkOwner
 

@@ -46,7 +46,7 @@ from fastps.native.id_table cimport (
     table_put,
 )
 from fastps.native.posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
-from fastps.reduce.codec._coder cimport Coder
+from fastps.reduce._partition cimport Coder
 from fastps.server._policies cimport (
     ACCUMULATE_POLICY, NOBODY, SUM_POLICY, Cast, Engine, Entry, Job, LinkState,
     Store, StoreStats, Tensor, bytes_of, look_at_deadline, ring_news, slot_of,

@@ -40,8 +40,7 @@ from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
 from fastps.errors import FastPSError, StallError, Status, TransportError
 from fastps.reduce import robust_kernel, sum_kernel
-from fastps.reduce._combiner import Combiner
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder, Combiner
 from fastps.reduce.user_rules import find_own
 from fastps.server._policies import CodedRule, KeptResidual, RuledRule
 from fastps.server._store import ServerStore

@@ -53,7 +53,7 @@ from fastps.worker._plan import Decoding, Encoding, PlannedTensor
 from fastps.worker.local import LocalGroup
 
 if TYPE_CHECKING:
-    from fastps.reduce.codec._coder import Coder
+    from fastps.reduce._partition import Coder
     from fastps.server.dataplane import DataPlane
     from fastps.telemetry.recorder import Recorder
     from fastps.transport._link import Mapping
@@ -313,7 +313,7 @@ class Connections:
         if layout.coding.codec is Codec.NONE or not self.owners:
             return None
         # imported here: most jobs compress nothing
-        from fastps.reduce.codec._coder import Coder  # noqa: PLC0415
+        from fastps.reduce._partition import Coder  # noqa: PLC0415
 
         self._codec.go(self._config.codec_threads or choose_threads())
         ranks = next(ranks for ranks in self.job.machines if self.job.me in ranks)

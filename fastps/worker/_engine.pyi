@@ -4,7 +4,7 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.transport._link import LinkOwner
 from fastps.worker._plan import LocalStages, PlannedTensor, StageHolder, Ticket
 

@@ -33,7 +33,7 @@ from fastps.native.atomic cimport (
 )
 from fastps.native.id_table cimport MAX_RECORDS, table_each, table_get, table_put
 from fastps.native.posix cimport sched_yield
-from fastps.reduce.codec._coder cimport Coder
+from fastps.reduce._partition cimport LINE_BYTES, Coder, round_up
 from fastps.transport._link cimport (
     KICK_INLINE, KICK_NONE, KICK_WAKE, LINK_CAN_PROMISE, WITHDRAW_ASKING, WITHDRAW_KEY,
     WITHDRAW_PLACES, Link, LinkOwner, LinkSlot, SendItem, is_early_broadcast, slot_acquire,
@@ -61,16 +61,11 @@ from fastps.errors import FastPSError, error_of
 cdef enum:
     INLINE_START_BYTES = 32 << 10   # operations up to this size are written by the caller itself
     SMALL_BYTES = 4000              # so little is copied by every transport, and never pinned
-    LINE_BYTES = 64
     LOOK_BYTES = 64 << 10       # of an operation that is worth a look at the clock,
     LOOK_OPERATIONS = 64        # or one of so many smaller ones
     WINDOW_NS = 10000000000     # of one measurement of speed, as BytePS has it,
     MAX_WINDOWS = 1024          # and how many are kept
     MAX_STATUS = 128                # an ERROR frame carries a status of _core, all are above -128
-
-
-cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
-    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
 
 
 include "_remote.pxi"

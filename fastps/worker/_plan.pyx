@@ -32,7 +32,7 @@ from fastps.native.posix cimport (
     pthread_mutex_lock, pthread_mutex_unlock, sched_getaffinity, sched_getcpu, sched_setaffinity,
     sched_yield, syscall,
 )
-from fastps.reduce.codec._coder cimport Code, code_add, code_decode, code_encode
+from fastps.reduce._partition cimport Code, code_add, code_decode, code_encode
 from fastps.transport._link cimport Mapping
 from fastps.transport.frame cimport FLAG_AVERAGE, FLAG_BROADCAST, FLAG_PLAIN, KEY_BITS, KIND_PULL
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step

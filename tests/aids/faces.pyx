@@ -25,7 +25,7 @@ from fastps._core cimport (
 )
 from fastps.native.copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps.native.posix cimport syscall
-from fastps.reduce.codec._coder cimport Coder, code_sum
+from fastps.reduce._partition cimport Coder, code_sum
 
 import warnings
 from typing import NamedTuple

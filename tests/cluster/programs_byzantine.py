@@ -11,7 +11,7 @@ from fastps import byzantine as bz
 from fastps.byzantine import attacks
 from fastps.contract.codec import Coding
 from fastps.errors import ConfigError, MismatchError
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.session.current import current
 from fastps.types import DType
 

@@ -18,8 +18,7 @@ from fastps.contract.codec import PLAIN, Coding, wire_chunk
 from fastps.contract.contract import JOIN, Cast, Policy, Unit
 from fastps.contract.partition import make_partitions
 from fastps.contract.rule import Rule
-from fastps.reduce._combiner import Combiner
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder, Combiner
 from fastps.server._policies import RuledRule
 from fastps.server._store import ServerStore
 from fastps.types import DType

@@ -15,7 +15,7 @@ from fastps import byzantine as bz
 from fastps.byzantine import reference
 from fastps.contract.rule import Kind, Rule
 from fastps.errors import ConfigError
-from fastps.reduce._combiner import Combiner
+from fastps.reduce._partition import Combiner
 from fastps.reduce.user_rules import find_own
 from fastps.types import DType
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.contract.codec import BLOCK, Codec, Coding, Option, cut_units, wire_chunk
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.reduce.library import codec_kernel
 from fastps.types import DType
 

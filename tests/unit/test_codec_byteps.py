@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_codec import CHUNK, SIZES, SPECIAL
 
 from fastps import Compression, ConfigError
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.reduce.codec.scratch import work_words
 from fastps.reduce.library import codec_kernel
 from fastps.types import DType

@@ -21,8 +21,7 @@ from fastps.graph.edge_codecs import Track
 from fastps.graph.rules import SelfCentredClipping
 from fastps.native._floats import DefaultFloats
 from fastps.reduce import norms, sum_kernel
-from fastps.reduce._combiner import Combiner
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder, Combiner
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import scale
 

@@ -20,7 +20,7 @@ from aids.fenced import Fenced
 from aids.kernels import SUM_TYPE
 from fastps.contract.codec import ELEMENTS, HEAD_BYTES, Coding, Option
 from fastps.reduce import codec_kernel, ordered_kernel, reduce_kernel, robust_kernel
-from fastps.reduce.codec._coder import Coder, _k_of, _kernel_name
+from fastps.reduce._partition import Coder, _k_of, _kernel_name
 from fastps.reduce.codec.scratch import work_words
 from fastps.reduce.combine_kernels import KINDS
 from fastps.types import DType, ReduceOp

@@ -13,7 +13,7 @@ from aids.wire import FrameFlag, FrameKind
 from fastps.contract.codec import Codec, Coding, Option
 from fastps.contract.contract import ANY_STALENESS, Policy, Unit
 from fastps.errors import PeerLostError
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.server._policies import CodedRule
 from fastps.types import DType
 

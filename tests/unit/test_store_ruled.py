@@ -16,7 +16,7 @@ from test_store import CHUNK, PEER_LOST, TIMEOUT_S, Server, make  # noqa: F401
 from aids.kernels import GatedSum
 from fastps import byzantine as bz
 from fastps.contract.rule import Kind, Rule
-from fastps.reduce._combiner import Combiner
+from fastps.reduce._partition import Combiner
 from fastps.server._policies import RuledRule
 from fastps.types import DType
 

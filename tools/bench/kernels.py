@@ -31,7 +31,7 @@ from _common import ROOT, Report, add_options
 
 from fastps.contract.codec import Codec, Coding, Option
 from fastps.reduce import reduce_kernel
-from fastps.reduce.codec._coder import Coder
+from fastps.reduce._partition import Coder
 from fastps.types import DType, ReduceOp
 
 KIB = 1024

@@ -28,7 +28,7 @@ import fastps
 from fastps import byzantine as bz
 from fastps.byzantine.judges import Case, are_sound, judge_of
 from fastps.reduce import ordered_kernel, reduce_kernel, robust_kernel
-from fastps.reduce._combiner import Combiner
+from fastps.reduce._partition import Combiner
 from fastps.reduce.norms import KERNEL
 from fastps.types import DType, ReduceOp
 

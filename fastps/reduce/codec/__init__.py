@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: kernels that encode and decode, and the coder of one partition that calls them."""
+"""Kernels of codecs, which encode and decode; ../_coder.pxi calls them."""

@@ -1,44 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coder of one partition: what encodes and decodes it, with what is kept from round to round.
-
-Calls the kernels of a codec in their order; knows neither keys nor peers. Workers encode what
-they push, servers the sum of what they decoded, in the same way: prepare (momentum, what the last
-round lost), then encode, which leaves in the residual what this round loses. See contract/codec.py
-for the layout of units.
-"""
-
-cimport cython
-from cpython.buffer cimport (
-    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
-)
-from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
-
-from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
-
-from fastps.contract import codec as rules
-from fastps.contract.codec import Codec, Option
-from fastps.reduce.codec.scratch import work_words
-from fastps.reduce.library import codec_kernel
-from fastps.types import DType
-
-cdef enum:
-    LINE_BYTES = 64
+# Part of _partition.pyx.
+#
+# The coder of one partition: what encodes and decodes it, with what is kept from round to round.
+#
+# Calls the kernels of a codec in their order; knows neither keys nor peers. Workers encode what
+# they push, servers the sum of what they decoded, in the same way: prepare (momentum, what the
+# last round lost), then encode, which leaves in the residual what this round loses. See
+# contract/codec.py for the layout of units.
 
 cdef uint32_t HEAD_BYTES = rules.HEAD_BYTES
-
-
-cdef inline uint64_t mix(uint64_t x) noexcept nogil:
-    """Steele et al.'s splitmix64 (OOPSLA 2014)."""
-    x += 0x9E3779B97F4A7C15ULL
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL
-    return x ^ (x >> 31)
-
-
-cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
-    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
 
 
 cdef inline uint32_t elements_of(const Code* code, uint32_t unit) noexcept nogil:
@@ -47,7 +17,7 @@ cdef inline uint32_t elements_of(const Code* code, uint32_t unit) noexcept nogil
 
 
 cdef inline void fill_args(const Code* code, uint32_t version, int64_t* args) noexcept nogil:
-    cdef uint64_t seed = mix(mix(code.stream ^ version) + code.rank)
+    cdef uint64_t seed = mix_bits(mix_bits(code.stream ^ version) + code.rank)
     args[0] = code.k
     args[1] = <int64_t>(seed >> 32)
     args[2] = <int64_t><uint32_t>seed
@@ -61,8 +31,8 @@ cdef inline float* array_of(const Code* code, char* scratch, int which) noexcept
     return <float*>(scratch + code.work_bytes + which * round_up(4 * <uint64_t>code.unit_count))
 
 
-cdef void finish(Code* code, uint32_t unit, uint32_t version, float* v, float ratio,
-                 char* payload, char* scratch) noexcept nogil:
+cdef void encode_prepared(Code* code, uint32_t unit, uint32_t version, float* v, float ratio,
+                          char* payload, char* scratch) noexcept nogil:
     cdef int64_t args[4]
     fill_args(code, version, args)
     code.encode(v, elements_of(code, unit), <uint8_t*>payload + HEAD_BYTES, <float*>payload,
@@ -100,7 +70,7 @@ cdef void code_encode(Code* code, uint32_t unit, uint32_t version, const char* e
         g = array_of(code, scratch, 0)
         code.widen(g, elements + first * code.itemsize, elements_of(code, unit))
     v = prepared(code, unit, g, 1.0, ratio, array_of(code, scratch, 1))
-    finish(code, unit, version, v, ratio, payload, scratch)
+    encode_prepared(code, unit, version, v, ratio, payload, scratch)
     fps_floats_leave(&before)
 
 
@@ -153,11 +123,11 @@ cdef void code_sum(Code* code, uint32_t unit, uint32_t version, const void* cons
         decode_into(code, code.add if i else code.decode, unit, version,
                     <const char*>payloads[i], total, scratch)
     v = prepared(code, unit, total, <float>(1.0 / divisor), ratio, total)
-    finish(code, unit, version, v, ratio, payload, scratch)
+    encode_prepared(code, unit, version, v, ratio, payload, scratch)
     fps_floats_leave(&before)
 
 
-cdef void let_go(Py_buffer* views) noexcept:
+cdef void release_views(Py_buffer* views) noexcept:
     PyBuffer_Release(&views[0])
     PyBuffer_Release(&views[1])
 
@@ -251,7 +221,7 @@ cdef class Coder:
             for unit in range(self.code.n_units):
                 code_encode(&self.code, unit, version, <const char*>views[0].buf, ratio,
                             <char*>views[1].buf + unit * self.code.unit_bytes, self.scratch)
-        let_go(views)
+        release_views(views)
 
     def decode(self, wire, elements, *, uint32_t version=1):
         """Write the elements of a partition; does not hold the GIL meanwhile."""
@@ -263,17 +233,17 @@ cdef class Coder:
                 code_decode(&self.code, unit, version,
                             <const char*>views[1].buf + unit * self.code.unit_bytes,
                             <char*>views[0].buf, self.scratch)
-        let_go(views)
+        release_views(views)
 
     cdef int lend(self, Py_buffer* views, elements, wire, bint encodes) except -1:
-        """Hold the memory of both until let_go(); refuse what check() does."""
+        """Hold the memory of both until release_views(); refuse what check() does."""
         memset(views, 0, 2 * sizeof(Py_buffer))
         try:
             PyObject_GetBuffer(elements, &views[0], PyBUF_SIMPLE if encodes else PyBUF_WRITABLE)
             PyObject_GetBuffer(wire, &views[1], PyBUF_WRITABLE if encodes else PyBUF_SIMPLE)
             self.check(views[0].len, views[1].len)
         except BaseException:
-            let_go(views)
+            release_views(views)
             raise
         return 0
 

@@ -1,45 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The combiner of one partition: what a rule makes of updates, by the kernels of this room.
-
-Knows neither keys nor peers. Rules that look at each element by itself take one pass, in which
-NaN and infinity are noticed; then the sources that have them are found and left out, and what is
-left goes another way, for any number. All other rules end in a mix of the updates by weights (or,
-Bulyan, in a rule by element of some of them), and these follow from norms or from distances
-between all pairs alone. So a rule looks at each part of the updates once, when it comes (look),
-then decides (weigh), however many iterations it has, and makes the result part by part (finish).
-Lengths are enough to clip, and to clip once around the last result distances to that.
-With z = sum of w_j u_j, where the w_j add up to 1,
-
-    |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk,    D_jk = |u_j - u_k|^2
-
-(schoolbook algebra: expand both sides around any point). The last result, where centered clipping
-begins, is one more such u. fastps/byzantine/reference.py has the formulas in NumPy.
-"""
-
-cimport cython
-from cpython.object cimport PyObject
-from libc.math cimport fmax, fmin, isfinite, sqrt
-from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
-
-from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
-
-import logging
-
-import numpy as np
-
-from fastps.contract.rule import Kind
-from fastps.reduce.library import ordered_kernel, reduce_kernel, robust_kernel
-from fastps.types import ReduceOp
-
-log = logging.getLogger(__name__)
+# Part of _partition.pyx.
+#
+# The combiner of one partition: what a rule makes of updates, by the kernels of this room.
+#
+# Knows neither keys nor peers. Rules that look at each element by itself take one pass, in which
+# NaN and infinity are noticed; then the sources that have them are found and left out, and what is
+# left goes another way, for any number. All other rules end in a mix of the updates by weights
+# (or, Bulyan, in a rule by element of some of them), and these follow from norms or from distances
+# between all pairs alone. So a rule looks at each part of the updates once, when it comes (look),
+# then decides (weigh), however many iterations it has, and makes the result part by part (finish).
+# Lengths are enough to clip, and to clip once around the last result distances to that. With z =
+# sum of w_j u_j, where the w_j add up to 1,
+#
+#     |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk,    D_jk = |u_j - u_k|^2
+#
+# (schoolbook algebra: expand both sides around any point). The last result, where centered
+# clipping begins, is one more such u. fastps/byzantine/reference.py has the formulas in NumPy.
 
 cdef enum:
     DONE = 1                    # of kernels
     E_PROTOCOL = -4             # of _core.pxd, as in kernels.py
     NOT_FINITE = 2              # of combine_kernels.py
-    LINE_BYTES = 64
     PIECE = 1 << 12             # elements that all sources are looked at before the next
 
 cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finite
@@ -54,17 +35,6 @@ cdef int GEOMETRIC_MEDIAN = Kind.GEOMETRIC_MEDIAN
 cdef int KRUM = Kind.KRUM
 cdef int BULYAN = Kind.BULYAN
 cdef int OWN = Kind.OWN
-
-cdef inline uint64_t mixed(uint64_t x) noexcept nogil:
-    """Steele et al.'s splitmix64 (OOPSLA 2014)."""
-    x += 0x9E3779B97F4A7C15ULL
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL
-    return x ^ (x >> 31)
-
-
-cdef inline uint64_t round_up(uint64_t nbytes) noexcept nogil:
-    return (nbytes + LINE_BYTES - 1) & ~<uint64_t>(LINE_BYTES - 1)
 
 
 cdef void lay_out(Combining* how, Table* table, char* room) noexcept nogil:
@@ -92,12 +62,12 @@ cdef int64_t refuse(Combining* how, const void* const* sources, int64_t n, Table
 
 cdef void draw_order(Combining* how, uint32_t version, int32_t* order, int32_t m) noexcept nogil:
     """Shuffle by Fisher and Yates."""
-    cdef uint64_t base = mixed(how.seed ^ mixed(version))
+    cdef uint64_t base = mix_bits(how.seed ^ mix_bits(version))
     cdef int32_t last, other
     for last in range(m):
         order[last] = last
     for last in range(m - 1, 0, -1):
-        other = <int32_t>(mixed(base + <uint64_t>last) % <uint64_t>(last + 1))
+        other = <int32_t>(mix_bits(base + <uint64_t>last) % <uint64_t>(last + 1))
         order[last], order[other] = order[other], order[last]
 
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-from typing import Self, final
+from collections.abc import Sequence
+from typing import Any, Self, final
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
 from fastps.contract.codec import Coding
+from fastps.contract.rule import Rule
 from fastps.types import DType
 
 @final
@@ -44,3 +46,13 @@ class Coder:
     ) -> None: ...
     def kept(self) -> tuple[memoryview | None, memoryview | None]: ...
     def restore(self, kept: tuple[Buffer | None, Buffer | None]) -> None: ...
+
+@final
+class Combiner:
+    def __new__(
+        cls, rule: Rule, code: DType, *, n: int, count: int, function: Any = None
+    ) -> Self: ...
+    def adopt(self, function: Any) -> None: ...
+    def combine(
+        self, updates: Sequence[np.ndarray[Any, Any] | None], *, version: int = 1
+    ) -> tuple[np.ndarray[Any, Any], list[int]]: ...
