@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs of a key: their parameters, and how many bytes a piece of a tensor has on the wire.
+"""Codecs of a key: their parameters, and the bytes of a piece of a tensor on the wire.
 
 Decides sizes, units and bounds, the same on workers and servers. Pure: it never sees an element.
 A *unit* is what is encoded at once. It begins with a head of two float32, the codec's scale and
@@ -37,13 +37,13 @@ class Codec(IntEnum):
 
 
 class Option(IntEnum):
-    """What a codec does besides; bits of Coding.options."""
+    """Options of a codec; bits of Coding.options."""
 
     SCALING = 1  # onebit: the mean absolute value instead of 1
     NATURAL = 2  # dithering: levels are powers of two
     L2 = 4  # dithering: the norm is the root of the sum of squares instead of the maximum
-    UNBIASED = 8  # randomk: what was chosen stands for what was not
-    FEEDBACK = 16  # what a round lost is added to the next one
+    UNBIASED = 8  # randomk: chosen elements are scaled, so that the mean stays
+    FEEDBACK = 16  # error feedback: what a round lost is added to the next one
     BYTEPS = 32  # bytes and random numbers are BytePS's
 
 
@@ -68,35 +68,41 @@ class Coding(NamedTuple):
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ValueError for parameters that mean nothing."""
+        """Raise ValueError for parameters out of bounds."""
         if not (0 <= self.mu < 1 and 0 <= self.options < 64 and 0 <= self.seed < 1 << 63):
-            raise ValueError(f"mu is 0 to below 1, a seed 0 to 2**63 - 1, not those of {self}")
+            raise ValueError(f"{self} must have mu of 0 to below 1 and a seed of 0 to 2**63 - 1")
         if not 0 <= self.k < 1 << 31:
-            raise ValueError(f"k={self.k:g} is not 0 to 2**31")
+            raise ValueError(f"k must be 0 to below 2**31, got k={self.k:g}")
         if self.codec in (Codec.TOPK, Codec.RANDOMK) and not (
             0 < self.k < 1 or self.k == int(self.k) >= 1
         ):
-            raise ValueError(f"k={self.k:g} is neither a count nor a share below 1")
+            raise ValueError(f"k must be a count or a share below 1, got k={self.k:g}")
         most = MAX_NATURAL_LEVELS if self.has(Option.NATURAL) else MAX_LEVELS
         if self.codec is Codec.DITHERING and not (self.k == int(self.k) and 1 <= self.k <= most):
-            raise ValueError(f"k={self.k:g} levels of dithering; it takes 1 to {most}")
+            raise ValueError(f"dithering takes k of 1 to {most} levels, got k={self.k:g}")
         if self.codec is Codec.INT4 and self.k not in (0, PAIRED_LEVELS):
-            raise ValueError(f"k={self.k:g} levels of int4; it has 15, or {PAIRED_LEVELS}")
+            raise ValueError(f"int4 has 15 or {PAIRED_LEVELS} levels, got k={self.k:g}")
         if self.has(Option.UNBIASED) and self.has(Option.FEEDBACK):
-            raise ValueError("error feedback sends later what was left out: not with unbiased")
+            raise ValueError("unbiased does not support error feedback (ef); remove one of them")
         if self.has(Option.BYTEPS):
             self._check_byteps()
 
     def _check_byteps(self) -> None:
         if not self.is_whole or self.has(Option.UNBIASED):
-            raise ValueError("BytePS has onebit, topk, randomk and dithering, and not unbiased")
+            raise ValueError(
+                f"BytePS's layout supports onebit, topk, randomk and dithering without unbiased, "
+                f"got {self}"
+            )
         if self.codec in (Codec.RANDOMK, Codec.DITHERING) and not self.seed:
-            raise ValueError("a seed of 0 is none for BytePS's generator; give another one")
+            raise ValueError("BytePS's generator needs a seed above 0, got 0")
         if self.codec is Codec.DITHERING and self._elias_bits > 32:
-            raise ValueError(f"k={self.k:g}: codes of so many levels are longer than elements")
+            raise ValueError(
+                f"k={self.k:g} levels take {self._elias_bits} bits an element in BytePS's layout; "
+                "32 are allowed: use fewer levels"
+            )
 
     def __str__(self) -> str:
-        """Return what it is, as errors do."""
+        """Describe the codec for errors."""
         if self.codec is Codec.NONE:
             return "uncompressed"
         words = [option.name.lower() for option in Option if self.has(option)]
@@ -124,11 +130,11 @@ class Coding(NamedTuple):
         return self.codec is Codec.INT4 and self.k == PAIRED_LEVELS
 
     def without_memory(self) -> Coding:
-        """Return the same codec for who keeps nothing from round to round."""
+        """Return the same codec without error feedback and momentum."""
         return self._replace(options=self.options & ~Option.FEEDBACK, mu=0.0)
 
     def fits(self, code: DType, nbytes: int, *, min_bytes: int) -> bool:
-        """Return whether a tensor is worth this codec, and can have it; others go as they are."""
+        """Return whether a tensor of this type and size travels by this codec."""
         return self.codec is not Codec.NONE and code in ELEMENTS and nbytes >= max(min_bytes, 1)
 
     def kept(self, count: int) -> int:
@@ -228,7 +234,7 @@ def cut_units(coding: Coding, code: DType, nbytes: int, chunk_bytes: int) -> Uni
 
 
 def stream_of(coding: Coding, name: str, partition: int) -> int:
-    """Return the 64 bits that tell the random numbers of a partition from those of others."""
+    """Return 64 bits that seed the random numbers of one partition."""
     words = f"{coding.seed}/{partition}/{name}"
     from hashlib import blake2b  # noqa: PLC0415  (OpenSSL: a tenth of what importing us costs)
 

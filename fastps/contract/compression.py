@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compression: what users say of how a tensor travels, and BytePS's ways to say it.
+"""Compression: the codecs as users choose them, and BytePS's names of their parameters.
 
-Decides what names and dictionaries mean; codec.py says what comes of them. Pure.
+Decides what names and dictionaries mean; codec.py has the layouts. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Compression:
     ef: "vanilla" adds what a round lost to the next one, on workers and servers; None does not.
     momentum: "nesterov" with mu on the worker, before; the optimizer has none of its own then.
     seed: of the random numbers, the same on all workers. layout: "byteps" for BytePS's bytes and
-    random numbers, to compare with it; slower. A value that means nothing: ConfigError.
+    random numbers, to compare with it; slower. Raises ConfigError for a value out of bounds.
     """
 
     none = PLAIN
@@ -48,9 +48,9 @@ class Compression:
         k: float, *, unbiased: bool = False, seed: int = 0, layout: str | None = None,
         ef: str | None = None, momentum: str | None = None, mu: float = 0.9,
     ) -> Coding:  # fmt: skip
-        """Send k elements of each partition by lot, or below 1 that share; 4 bytes each.
+        """Send k random elements of each partition, or below 1 that share; 4 bytes each.
 
-        unbiased: they stand for their neighbours, so that the mean stays; not with ef.
+        unbiased: scale them by what they stand for, so that the mean stays; not with ef.
         """
         options = (Option.UNBIASED if unbiased else 0) | _layout(layout)
         return _make(Codec.RANDOMK, k, options, seed=seed, ef=ef, momentum=momentum, mu=mu)
@@ -61,7 +61,7 @@ class Compression:
         layout: str | None = None, ef: str | None = None, momentum: str | None = None,
         mu: float = 0.9,
     ) -> Coding:  # fmt: skip
-        """Round to one of k levels by lot, linear or natural, of the norm max or l2.
+        """Round at random to one of k levels, linear or natural, of the norm max or l2.
 
         2, 4 or 8 bits an element, as k is 1, at most 7, or more.
         """
@@ -96,8 +96,8 @@ class Compression:
         return _make(Codec.INT4, k, 0, ef=ef, momentum=momentum, mu=mu)
 
 
-# What is taken for a compression: None is as declared before, or none. A function of Compression
-# stands for what it gives without arguments, another one is asked with the tensor's name.
+# What users give as a compression: None is as declared before, or none. A function of Compression
+# is called without arguments, any other function with the tensor's name.
 Choice: TypeAlias = Coding | Mapping[str, Any] | Callable[..., Any] | None
 
 _OWN = tuple(getattr(Compression, name) for name in ("onebit", "fp16", "bf16", "int8", "int4"))
@@ -121,15 +121,19 @@ _TAKEN = {
     "dithering": ("k", "seed", "partition", "normalize", "layout"),
 }
 _ALL = ("ef", "momentum", "mu")
+_KNOWN = {*_ALL, "scaling", *_TAKEN["dithering"]}
 
 
 def is_own(function: Any) -> bool:
-    """Return whether a function is one of Compression, not one that wants a tensor's name."""
+    """Return whether a function is one of Compression, which take no tensor's name."""
     return function in _OWN
 
 
 def coding_of(choice: Choice, name: str = "") -> Coding | None:
-    """Return what a choice means for a tensor; None: as declared. ConfigError, TypeError."""
+    """Return the codec of a choice for a tensor; None: as declared.
+
+    Raises ConfigError, TypeError.
+    """
     if callable(choice):
         choice = choice() if is_own(choice) else choice(name)
         return PLAIN if choice is None else coding_of(choice, name)
@@ -137,7 +141,9 @@ def coding_of(choice: Choice, name: str = "") -> Coding | None:
         return choice
     if isinstance(choice, Mapping):
         return _from_names(choice)
-    raise TypeError(f"compression is one of fastps.Compression, not {choice!r}")
+    raise TypeError(
+        f"compression must be one of fastps.Compression, a mapping or a function, got {choice!r}"
+    )
 
 
 def _from_names(given: Mapping[str, Any]) -> Coding:
@@ -150,14 +156,16 @@ def _from_names(given: Mapping[str, Any]) -> Coding:
         return PLAIN
     make = getattr(Compression, kind, None)
     if make is None or kind.startswith("_"):
-        raise ConfigError(f"compressor {kind!r} is none of {', '.join(sorted(_TAKEN))}")
+        raise ConfigError(f"compressor must be one of {', '.join(sorted(_TAKEN))}, got {kind!r}")
     taken = (*_TAKEN.get(kind, ()), *_ALL)
-    unknown = sorted(found.keys() - {*_ALL, "scaling", *_TAKEN["dithering"]})
+    unknown = sorted(found.keys() - _KNOWN)
     if unknown:
-        raise ConfigError(f"{unknown[0]!r} is no parameter of compression")
+        raise ConfigError(
+            f"compression has no parameter {unknown[0]!r}; use {', '.join(sorted(_KNOWN))}"
+        )
     wanted = {name: _value(name, found[name]) for name in taken if name in found}
     if "k" in taken and "k" not in wanted:
-        raise ConfigError(f"compressor {kind!r} needs k")
+        raise ConfigError(f"compressor {kind!r} needs a parameter k: a count, a share or levels")
     if kind == "onebit":
         wanted.setdefault("scaling", False)  # as BytePS has it
     coding: Coding = make(**wanted)
@@ -186,7 +194,7 @@ def _layout(layout: str | None) -> int:
 
 def _choice(name: str, value: str, choices: Mapping[str, int]) -> int:
     if value not in choices:
-        raise ConfigError(f"{name}={value!r} is none of {', '.join(choices)}")
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return choices[value]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is agreed on for a key when it is declared: who takes part, how bytes travel, what happens.
+"""What members agree on about a key when it is declared: contributors, readers, and its policy.
 
 Decides what a contract can say. Pure: knows no thread, socket or job. A contract is fixed at
-declaration; everybody who touches the key goes by it, and nobody asks anything else who is who.
+declaration, and every member that touches the key follows it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from enum import IntEnum
 from math import inf
 from typing import NamedTuple
 
-from fastps.contract.codec import PLAIN, Codec, Coding
-from fastps.contract.rule import SUMMED, Rule
+from fastps.contract.codec import Codec, Coding
 
-ANY_STALENESS = (1 << 31) - 1  # nobody waits for anybody
-JOIN = (1 << 31) - 1  # as the stamp of a pull: take part in a round without giving anything
+ANY_STALENESS = (1 << 31) - 1  # no member waits for another
+JOIN = (1 << 31) - 1  # as the stamp of a pull: take part in a round without a contribution
 MAX_DEADLINE_S = 86400.0
-MAX_SETTLERS = 256  # who agree on a value: the table of their sources lies on the stack
-MAX_CAST = 4096  # members of one cast: the table of a sum's sources lives on the stack
+MAX_SETTLERS = 256  # contributors that agree on a value: their table lies on the stack
+MAX_CAST = 4096  # members of one cast: the table of a sum's sources lies on the stack
 
 
 class Policy(IntEnum):
-    """What the owner of a key does when somebody pushes or pulls it."""
+    """What the owner of a key does when a member pushes or pulls it."""
 
     SUM = 1  # all push, the sum goes to all: one round after the other
     ACCUMULATE = 2  # each push is added at once; its answer is the value by then
-    ACCEPTED = 3  # the mean of what all push becomes the value; readers pull, and hold nobody up
-    COMBINED = 4  # so does their median, element by element
-    DEADLINE_ROUNDS = 5  # a rule of those that came in time moves the value; see Gathering
+    ACCEPTED = 3  # the mean of what all push becomes the value; readers pull and delay no member
+    COMBINED = 4  # as ACCEPTED, with the median of each element in place of the mean
+    DEADLINE_ROUNDS = 5  # a rule of the updates that came in time moves the value; see Gathering
     CODEC_STATE = 6  # what the codec of another key's sums keeps: read, and written by worker 0
 
 
@@ -39,9 +38,9 @@ SETTLING = (Policy.ACCEPTED, Policy.COMBINED)
 
 
 class Givers(IntEnum):
-    """Who contributes to a key; everybody may read, whose business it is."""
+    """The role that contributes to a key; both roles may read it."""
 
-    WORKERS = 1  # who are all that read, too
+    WORKERS = 1  # and only they read
     VALIDATORS = 2  # workers read
 
 
@@ -54,11 +53,11 @@ class Unit(IntEnum):
 
 @dataclass(frozen=True)
 class Cast:
-    """Who takes part in a key, by sender number; a contributor's index is its place.
+    """The members of a key, by sender number; a contributor's index is its place.
 
-    A round needs contributions of at least `quorum` contributors, of none with 0. divisor: of
-    averages; of a median, how many are left out at either end. epoch: of the membership that the
-    cast was made from.
+    A round needs contributions of at least `quorum` contributors; with 0 of none. divisor: of
+    averages; of a median, how many values are left out at either end. epoch: of the membership
+    that the cast was made from.
     """
 
     contributors: tuple[int, ...]
@@ -68,47 +67,59 @@ class Cast:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse a cast that cannot play. Raises ValueError."""
+        """Raise ValueError for members, a quorum or a divisor out of bounds."""
         if len(set(self.contributors)) + len(set(self.readers)) != len(
             self.contributors + self.readers
         ):
-            raise ValueError(f"somebody takes part twice in {self}")
+            raise ValueError(f"a member is listed twice in {self}; list each member once")
         if not 0 < len(self.members) <= MAX_CAST or min(self.members) < 0:
-            raise ValueError(f"{self} needs 1 to {MAX_CAST} members with numbers from 0 on")
+            raise ValueError(f"{self} must have 1 to {MAX_CAST} members, numbered from 0")
         if not 0 <= self.quorum <= len(self.contributors) or self.divisor < 1:
-            raise ValueError(f"the quorum and the divisor of {self} cannot be")
+            raise ValueError(
+                f"{self} must have a quorum of 0 to {len(self.contributors)} and a divisor "
+                "of 1 or more"
+            )
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Everybody: the contributors, then those who only read."""
-        givers = set(self.contributors)
-        return self.contributors + tuple(who for who in self.readers if who not in givers)
+        """The contributors, then the members that only read."""
+        pushing = set(self.contributors)
+        return self.contributors + tuple(one for one in self.readers if one not in pushing)
 
 
 def check_policy(
     policy: int, is_whole: bool, staleness: int, casts: Sequence[Cast], *, is_coded: bool = False
 ) -> None:
-    """Raise ValueError where a policy cannot be had: is_whole, by whole partitions.
+    """Raise ValueError for a policy that these parameters do not allow.
 
-    is_coded: a value of which changes travel encoded.
+    is_whole: by whole partitions. is_coded: changes of the value travel encoded.
     """
     if is_whole != (policy in WHOLE or is_coded) and policy != Policy.SUM:
-        raise ValueError("only sums go by whole partitions, and what is gathered or coded has to")
+        raise ValueError(
+            f"policy {policy} with is_whole={is_whole}, is_coded={is_coded}: DEADLINE_ROUNDS, "
+            "CODEC_STATE and encoded changes need whole partitions, ACCUMULATE and ACCEPTED chunks"
+        )
     if is_coded and (
         policy not in (Policy.DEADLINE_ROUNDS, Policy.ACCUMULATE)
         or (policy == Policy.ACCUMULATE and staleness != ANY_STALENESS)
     ):
-        raise ValueError("changes travel encoded where they are gathered, or nobody waits")
+        raise ValueError(
+            f"policy {policy} with staleness={staleness} does not support encoded changes; use "
+            "DEADLINE_ROUNDS, or ACCUMULATE with ANY_STALENESS"
+        )
     if policy not in SETTLING:
         return
     if staleness:
-        raise ValueError("who agrees on a value goes in step: its staleness is 0")
-    if any(len(cast.contributors) > MAX_SETTLERS for cast in casts):
-        raise ValueError(f"more than {MAX_SETTLERS} cannot agree on a value")
+        raise ValueError(f"policy {policy} needs staleness=0, got {staleness}")
+    most = max((len(cast.contributors) for cast in casts), default=0)
+    if most > MAX_SETTLERS:
+        raise ValueError(
+            f"policy {policy} supports at most {MAX_SETTLERS} contributors, got {most}"
+        )
 
 
 class Compensation(NamedTuple):
-    """How an asynchronous sum makes up for the delay of what is pushed; strength 0: not at all.
+    """How an asynchronous sum compensates delays of pushes; strength 0: it does not.
 
     strength: lambda, or lambda_0 where it adapts to a mean of squares that keeps `decay` of
     itself at each push. See server/_delay_compensation.pxi.
@@ -119,7 +130,7 @@ class Compensation(NamedTuple):
     decay: float = 0.95
 
 
-PROMPT = Compensation()  # nothing is made up for
+PROMPT = Compensation()  # no compensation
 
 
 class Step(IntEnum):
@@ -131,9 +142,9 @@ class Step(IntEnum):
 
 
 class Gathering(NamedTuple):
-    """How the rounds of a GATHERED key end, and what moves its value then.
+    """How rounds of a DEADLINE_ROUNDS key end, and what moves its value then.
 
-    deadline_s: seconds from the first of a round to its end without the late; 0: it waits for all.
+    deadline_s: seconds from the first push of a round to its end; 0: it waits for all workers.
     step, lr: the outer optimizer and its rate; first, second, eps: momentum, or betas and epsilon.
     """
 
@@ -145,13 +156,18 @@ class Gathering(NamedTuple):
     eps: float = 0.0
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Raise ValueError for parameters out of bounds."""
         if not 0 <= self.deadline_s < MAX_DEADLINE_S:
-            raise ValueError(f"deadline_s={self.deadline_s} is not 0 to {MAX_DEADLINE_S:g}")
+            raise ValueError(
+                f"deadline_s must be 0 to below {MAX_DEADLINE_S:g}, got {self.deadline_s}"
+            )
         if not (0 < self.lr < inf and 0 <= self.first < 1 and 0 <= self.second < 1):
-            raise ValueError(f"lr={self.lr}, {self.first} and {self.second} make no optimizer")
+            raise ValueError(
+                f"the outer optimizer needs lr above 0 and betas of 0 to below 1, got "
+                f"lr={self.lr}, {self.first} and {self.second}"
+            )
         if not 0 <= self.eps < inf or (self.step is Step.ADAM and not self.eps):
-            raise ValueError(f"eps={self.eps} is not above 0")
+            raise ValueError(f"eps must be above 0 and finite, got {self.eps}")
 
 
 ALONE = Gathering()
@@ -161,24 +177,6 @@ def is_followed(policy: int, coding: Coding) -> bool:
     """Return whether members follow a value by changes that travel encoded."""
     holds = policy in (Policy.ACCUMULATE, Policy.DEADLINE_ROUNDS)
     return holds and coding.codec is not Codec.NONE
-
-
-@dataclass(frozen=True)
-class Contract:
-    """All that is agreed on for one key.
-
-    staleness: of ACCUMULATE: what a contributor gets with its n-th push holds the first n -
-    staleness of all others, for which it waits; 0 is in step, ANY_STALENESS waits for nobody.
-    """
-
-    cast: Cast
-    coding: Coding = PLAIN
-    policy: Policy = Policy.SUM
-    staleness: int = 0
-    rule: Rule = SUMMED
-    compensation: Compensation = PROMPT
-    givers: Givers = Givers.WORKERS
-    gathering: Gathering = ALONE
 
 
 def pusher_of(machine_ranks: Sequence[int], partition: int) -> int:
@@ -204,8 +202,8 @@ def cast_kept(n: int, epoch: int = 0) -> Cast:
 
 def cast_judged(n_workers: int, n_validators: int, epoch: int = 0, *, trim: int = 0) -> Cast:
     """Cast every partition for validators, numbered after the workers, who push; all read."""
-    givers = tuple(range(n_workers, n_workers + n_validators))
-    return Cast(givers, tuple(range(n_workers)) + givers, 1, trim or n_validators, epoch)
+    pushing = tuple(range(n_workers, n_workers + n_validators))
+    return Cast(pushing, tuple(range(n_workers)) + pushing, 1, trim or n_validators, epoch)
 
 
 def cast_of(machines: Sequence[Sequence[int]], partition: int, epoch: int = 0) -> Cast:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cut tensors into partitions and share the partitions among servers.
 
-Decides offsets, keys, owners and who of a machine pushes; never knows what a tensor is called or
-holds. Pure: the same calls in the same order give the same answers in every process. `Placement`
-is the only object with state; one thread, the scheduler's, uses it.
+Decides offsets, keys and owners; never knows a tensor's name or contents. Pure: the same calls in
+the same order give the same answers in every process. `Placement` is the only object with state;
+one thread, the scheduler's, uses it.
 
 Shares follow Jiang et al., "A Unified Architecture for Accelerating Distributed DNN Training in
 Heterogeneous GPU/CPU Clusters" (OSDI 2020, section 4): every network card is busy for the same
@@ -42,7 +42,9 @@ def key_of(tensor_id: int, index: int) -> int:
     """Return the key of a partition: tensor id times 2^16 plus its index."""
     _check_tensor_id(tensor_id)
     if not 0 <= index < MAX_PARTITIONS:
-        raise ConfigError(f"partition {index} of tensor {tensor_id} is not 0 to 65535")
+        raise ConfigError(
+            f"partition of tensor {tensor_id} must be 0 to {MAX_PARTITIONS - 1}, got {index}"
+        )
     return tensor_id << INDEX_BITS | index
 
 
@@ -100,10 +102,13 @@ def link_counts(weights: Sequence[int], links_per_peer: int = 1) -> tuple[int, .
 def check_tensor(nbytes: int, *, partition_bytes: int, n_owners: int) -> None:
     """Raise ConfigError, with the value to set, for a tensor that cut_tensor would refuse."""
     if nbytes < 0 or partition_bytes < 1:
-        raise ConfigError(f"a tensor of {nbytes} bytes in partitions of {partition_bytes}")
+        raise ConfigError(
+            "a tensor needs 0 bytes or more, and partitions 1 byte or more; got "
+            f"{nbytes} bytes in partitions of {partition_bytes}"
+        )
     step = _round_up(partition_bytes)
     if step > MAX_PARTITION_BYTES:
-        raise ConfigError(f"partition_bytes={step} is above {MAX_PARTITION_BYTES}")
+        raise ConfigError(f"partition_bytes must be at most {MAX_PARTITION_BYTES}, got {step}")
     whole = max(MAX_PARTITIONS - n_owners, 1)  # a stripe may end in a short piece
     if nbytes > step * whole:
         raise _too_many(nbytes, step, whole)
@@ -175,7 +180,9 @@ def _round_up(nbytes: int) -> int:
 
 def _check_tensor_id(tensor_id: int) -> None:
     if not 0 <= tensor_id < MAX_TENSORS:
-        raise ConfigError(f"tensor id {tensor_id} is not 0 to {MAX_TENSORS - 1}: too many tensors")
+        raise ConfigError(
+            f"too many tensors: a tensor id must be 0 to {MAX_TENSORS - 1}, got {tensor_id}"
+        )
 
 
 def _too_many(nbytes: int, step: int, whole: int) -> ConfigError:
@@ -244,12 +251,12 @@ class Placement:
     ) -> None:
         if not weights or min(weights) < 0 or not any(weights):
             raise ConfigError(
-                f"a placement needs a server, not weights {tuple(weights)}; set "
+                f"a job needs a server with a weight above 0, got weights {tuple(weights)}; set "
                 "FASTPS_NUM_SERVERS=1 or more"
             )
         if key_hash != "bytes" and key_hash not in KEY_HASHES:
             raise ConfigError(
-                f"key_hash={key_hash!r} is not one of bytes, {', '.join(KEY_HASHES)}"
+                f"key_hash must be one of bytes, {', '.join(KEY_HASHES)}, got {key_hash!r}"
             )
         self.weights = tuple(weights)
         self.links = link_counts(weights)  # each link of an owner gets as much of a stripe
@@ -292,9 +299,9 @@ def check_pieces(
     pieces: Sequence[tuple[int, int, int]],
     owners: Container[int],
 ) -> None:
-    """Refuse (offset, nbytes, owner) of pieces that do not make up a tensor, one after another.
+    """Raise ProtocolError unless pieces, as (offset, nbytes, owner), make up a tensor in order.
 
-    They come from the scheduler, and decide which memory is sent and written. ProtocolError.
+    They come from the scheduler, and decide which memory is sent and written.
     """
     end = 0
     wrong = "" if 0 < chunk_bytes <= MAX_PARTITION_BYTES else f"chunks of {chunk_bytes} bytes"
@@ -304,11 +311,11 @@ def check_pieces(
         if offset != end or not 0 <= length <= MAX_PARTITION_BYTES:
             wrong = wrong or f"a piece of {length} bytes at {offset}, where {end} was next"
         if owner not in owners:
-            wrong = wrong or f"nobody of number {owner} owns keys"
+            wrong = wrong or f"no member of number {owner} owns keys"
         end += length
     if end != nbytes:
         wrong = wrong or f"pieces of {end} bytes together"
     if wrong:
         raise ProtocolError(
-            f"tensor {name!r} of {nbytes} bytes cannot be cut as the scheduler says: {wrong}"
+            f"the scheduler's pieces do not fit tensor {name!r} of {nbytes} bytes: {wrong}"
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a key: what stands for the average where some workers may lie.
+"""Rules of a key: what replaces the average where some workers may lie.
 
-Decides parameters, their bounds, and what becomes of them where fewer updates come than there are
-workers. Pure: it never sees an element. fastps.byzantine has what users call; its reference forms
-say in NumPy what each kind does, reduce/_combiner.pxi does it on servers.
+Decides parameters, their bounds, and how they change where fewer updates come than there are
+workers. Pure: it never sees an element. fastps.byzantine has what users call, and reference forms
+of each kind in NumPy; reduce/_combiner.pxi applies them on servers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Kind(IntEnum):
-    """What is made of the workers' updates."""
+    """How the workers' updates are combined."""
 
-    NONE = 0  # their sum, as always
+    NONE = 0  # by their sum
     AVERAGE = 1
     TRIMMED_MEAN = 2
     MEDIAN = 3
@@ -43,7 +43,7 @@ class Kind(IntEnum):
     OWN = 13
 
 
-# Rules that look at each element by itself: a tensor may be cut.
+# Rules that combine each element by itself: a tensor may be cut.
 BY_ELEMENT = (
     Kind.AVERAGE, Kind.TRIMMED_MEAN, Kind.MEDIAN, Kind.PHOCAS, Kind.MEAN_AROUND_MEDIAN,
     Kind.SIGN_MAJORITY,
@@ -58,9 +58,9 @@ class Rule(NamedTuple):
 
     f: updates that may be lies. share: of TRIMMED_MEAN and PHOCAS, in place of f, as ZenoPS
     has it. keep: of MULTI_KRUM, how many are averaged, 0 for all but f. radius: of clipping.
-    iterations: of CENTERED_CLIPPING and GEOMETRIC_MEDIAN. nu: the least distance that counts, of
-    the latter. bucket: updates that are averaged by lot before, seed: of that lot. own: where a
-    user's rule is found, module:name.
+    iterations: of CENTERED_CLIPPING and GEOMETRIC_MEDIAN. nu: of GEOMETRIC_MEDIAN, the least
+    distance that counts. bucket: updates that are averaged at random first; seed: of that choice.
+    own: where a user's rule is found, module:name.
     """
 
     kind: Kind = Kind.NONE
@@ -75,7 +75,7 @@ class Rule(NamedTuple):
     own: str = ""
 
     def __str__(self) -> str:
-        """Return what it is, as errors do."""
+        """Describe the rule for errors."""
         if self.kind is Kind.NONE:
             return "summed"
         fields = zip(self._fields[1:], self[1:], strict=True)
@@ -83,42 +83,53 @@ class Rule(NamedTuple):
         return f"under the rule {self.kind.name.lower()}({', '.join(words)})"
 
     def check(self) -> None:
-        """Raise ValueError for parameters that mean nothing, however many workers there are."""
+        """Raise ValueError for parameters that are out of bounds for any number of workers."""
         if not all(isinstance(count, Integral) for count in (self.f, self.keep, self.iterations)):
             raise ValueError(
-                f"f={self.f!r}, keep={self.keep or None!r}, iterations={self.iterations!r}: whole "
-                "numbers; a part of the updates is share=, where a rule takes it"
+                f"f={self.f!r}, keep={self.keep or None!r}, iterations={self.iterations!r} must "
+                "be whole numbers; rules that trim a part of the updates take share="
             )
         if not all(isinstance(one, Real) for one in (self.share, self.radius, self.nu)):
             raise ValueError(
-                f"share={self.share!r}, radius={self.radius!r}, nu={self.nu!r}: floats"
+                f"share={self.share!r}, radius={self.radius!r}, nu={self.nu!r} must be floats"
             )
         if not (0 <= self.f < MAX_VOICES and 0 <= self.keep <= MAX_VOICES):
-            raise ValueError(f"f={self.f}, keep={self.keep}: 0 to {MAX_VOICES - 1} updates")
+            raise ValueError(
+                f"f must be 0 to {MAX_VOICES - 1} and keep 0 to {MAX_VOICES}, got f={self.f}, "
+                f"keep={self.keep}"
+            )
         if not (0 <= self.share < 0.5 and (self.share == 0 or self.f == 0)):
-            raise ValueError(f"share={self.share:g} is 0 to below 0.5, and f={self.f} 0 with it")
+            raise ValueError(
+                "share must be 0 to below 0.5 and excludes f, got "
+                f"share={self.share:g}, f={self.f}"
+            )
         if not (0 <= self.radius < math.inf and 0 <= self.nu < math.inf):
-            raise ValueError(f"radius={self.radius:g}, nu={self.nu:g}: finite, and 0 or more")
+            raise ValueError(
+                f"radius and nu must be finite and 0 or more, got {self.radius:g} and {self.nu:g}"
+            )
         if self.kind in CLIPPING and not self.radius:
-            raise ValueError("clipping to radius=0 leaves nothing")
+            raise ValueError("clipping needs radius above 0, got 0")
         if not 0 <= self.iterations <= MAX_ITERATIONS:
-            raise ValueError(f"iterations={self.iterations} is 0 to {MAX_ITERATIONS}")
+            raise ValueError(f"iterations must be 0 to {MAX_ITERATIONS}, got {self.iterations}")
         if not (0 <= self.bucket <= MAX_VOICES and 0 <= self.seed < 1 << 63):
-            raise ValueError(f"bucket={self.bucket}, seed={self.seed} cannot be")
+            raise ValueError(
+                f"bucket must be 0 to {MAX_VOICES} and seed 0 to 2**63 - 1, got "
+                f"bucket={self.bucket}, seed={self.seed}"
+            )
         self._check_own()
 
     def _check_own(self) -> None:
         is_named = len(self.own) <= MAX_NAME and _PLACE.fullmatch(self.own) is not None
         if (self.kind is Kind.OWN) != bool(self.own) or (self.own and not is_named):
-            raise ValueError(f"a rule of one's own is named module:function, not {self.own!r}")
+            raise ValueError(f"a user's rule is named module:function, got {self.own!r}")
 
     def check_voices(self, n: int, dtype: DType) -> None:
-        """Raise ValueError, or TypeError, where n workers and such elements cannot have it."""
+        """Raise ValueError or TypeError where n workers or this element type do not allow it."""
         self.check()
         if dtype not in FLOATS:
             raise TypeError(f"a rule is for floats, not {dtype.name.lower()}")
         if n > MAX_VOICES:
-            raise ValueError(f"{n} workers; rules compare at most {MAX_VOICES}")
+            raise ValueError(f"robust rules support at most {MAX_VOICES} workers, got {n}")
         m = self.voices(n)
         least = self.least(self.f)
         if m < least:
@@ -129,7 +140,7 @@ class Rule(NamedTuple):
                 f"are {n} workers{buckets}: take {cure if self.most(m) >= 0 else 'another rule'}"
             )
         if self.keep > m:
-            raise ValueError(f"keep={self.keep} of {m} updates")
+            raise ValueError(f"keep must be at most the {m} updates, got {self.keep}")
 
     def voices(self, m: int) -> int:
         """Return how many updates the rule itself compares where m came."""
@@ -145,7 +156,7 @@ class Rule(NamedTuple):
 
     @property
     def full(self) -> int:
-        """The fewest updates among which all f may be lies, and of which something is made."""
+        """The fewest updates among which f may be lies and that give a result."""
         least = self.least(self.f)
         return next(
             m for m in range(1, MAX_VOICES + 1)
@@ -153,7 +164,7 @@ class Rule(NamedTuple):
         )  # fmt: skip
 
     def most(self, m: int) -> int:
-        """Return the most lies that m updates stand; below 0: not even without any."""
+        """Return the most lies among m updates that the rule tolerates; below 0: m is too few."""
         if self.kind in KRUMS:
             return (m - 3) // 2
         if self.kind is Kind.BULYAN:
@@ -161,7 +172,7 @@ class Rule(NamedTuple):
         return (m - 1) // 2
 
     def lies_among(self, m: int) -> int:
-        """Return the f to go by where m updates came, or fewer than there are workers.
+        """Return the f to use where m updates came, which may be fewer than workers.
 
         Of a share it is ZenoPS's number, which may be 0 where there is nothing to trim.
         """
@@ -172,7 +183,7 @@ class Rule(NamedTuple):
         return min(self.f, max(self.most(m), 0))
 
     def gives_nothing(self, m: int) -> bool:
-        """Return whether m updates are too few to make anything of: the result is zeros."""
+        """Return whether m updates are too few for a result, which is zeros then."""
         return m == 0 or (self.share > 0 and m <= 2)
 
     @property
@@ -192,6 +203,6 @@ class Rule(NamedTuple):
 
 SUMMED = Rule()
 
-# What is taken for a rule: None is as declared before, or none; a name is that of a rule without
-# parameters.
+# What users give as a rule: None is as declared before, or no rule; a name is that of a rule
+# without parameters.
 Choice: TypeAlias = Rule | str | Callable[..., Any] | None

@@ -184,6 +184,6 @@ def test_a_value_that_nobody_can_agree_on_is_refused():
         "dtype": DType.FLOAT32, "itemsize": 4, "chunk_bytes": 4096,
         "kernel": sum_kernel(DType.FLOAT32), "inline_bytes": 0, "policy": Policy.ACCEPTED,
     }  # fmt: skip
-    with pytest.raises(ValueError, match="staleness is 0"):
+    with pytest.raises(ValueError, match="needs staleness=0"):
         store.declare(0, **options, staleness=1)
     store.close()

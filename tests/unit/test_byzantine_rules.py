@@ -262,7 +262,7 @@ def test_a_rule_of_the_users_in_python_and_in_machine_code():
         (bz.Bulyan(1), 6, "needs 7"),
         (bz.Bucketing(bz.Krum(1)), 8, "in 4 buckets of 2: take f=0"),
         (bz.Bucketing(bz.Krum(0)), 3, "in 2 buckets of 2: take another rule"),
-        (bz.MultiKrum(1, keep=6), 5, "keep=6 of 5"),
+        (bz.MultiKrum(1, keep=6), 5, "at most the 5 updates, got 6"),
         (bz.Median(), 257, "at most 256"),
     ],
 )

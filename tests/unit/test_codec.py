@@ -220,5 +220,5 @@ def test_damaged_indices_write_nowhere():
     ids=str,
 )  # fmt: skip
 def test_parameters_that_mean_nothing(coding):
-    with pytest.raises(ValueError, match=r"k=|unbiased|mu is"):
+    with pytest.raises(ValueError, match=r"k=|unbiased|mu of"):
         coding.check()

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastps.contract.codec import Codec, Coding, Option
+from fastps.contract.codec import Codec, Option
 from fastps.contract.contract import (
     Cast,
-    Contract,
     Givers,
     Policy,
     Unit,
@@ -61,11 +60,6 @@ def test_numbers_that_travel_stay(kind, names):
 def test_options_are_the_bits_that_travel():
     names = ["SCALING", "NATURAL", "L2", "UNBIASED", "FEEDBACK", "BYTEPS"]
     assert {one.name: one.value for one in Option} == {n: 1 << i for i, n in enumerate(names)}
-
-
-def test_a_contract_says_what_most_keys_want():
-    cast = cast_of([[0], [1]], 0)
-    assert Contract(cast) == Contract(cast, Coding(), Policy.SUM, 0)
 
 
 @pytest.mark.parametrize(

@@ -353,15 +353,15 @@ def test_pushers_that_cannot_be_are_refused(make):
     for contributors, readers, complaint in [
         ((0, 3), (), "3 is not part of this job"),
         ((0,), (1, 3), "3 is not part of this job"),
-        ((1, 1), (), "somebody takes part twice"),
-        ((1,), (2, 2), "somebody takes part twice"),
-        ((), (), "needs 1 to 4096 members"),
-        ((-1,), (), "needs 1 to 4096 members"),
+        ((1, 1), (), "a member is listed twice"),
+        ((1,), (2, 2), "a member is listed twice"),
+        ((), (), "must have 1 to 4096 members"),
+        ((-1,), (), "must have 1 to 4096 members"),
     ]:
         with pytest.raises(ValueError, match=complaint):
             declare_with(server, contributors, readers, options)
     for quorum, divisor in [(-1, 1), (3, 1), (2, 0)]:
-        with pytest.raises(ValueError, match="the quorum and the divisor"):
+        with pytest.raises(ValueError, match="must have a quorum of 0 to 2 and a divisor"):
             Cast((0, 1), (), quorum, divisor)
     for n_members in (0, 5000):
         with pytest.raises(ValueError, match="n_members must be"):

@@ -160,7 +160,7 @@ def test_a_laggard_in_the_middle_of_a_failed_partition_is_not_counted_in_the_nex
 
 def test_only_sums_go_by_partitions(make):  # noqa: F811
     server = make(2)
-    with pytest.raises(ValueError, match="only sums"):
+    with pytest.raises(ValueError, match="need whole partitions"):
         server.declare(1, 64, unit=Unit.PARTITION, policy=Policy.ACCUMULATE)
 
 
