@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs for which nobody waits: what their reader does not take in time is counted, not written.
+"""Logging that never blocks: lines that their reader does not take in time are only counted.
 
-A standard error that nobody reads (a stopped terminal, a full pipe) would otherwise hold up
-whichever thread logs: the scheduler, who then answers nobody, or the one that lets links in.
+A standard error that is not read (a stopped terminal, a full pipe) would otherwise block the
+thread that logs, such as the scheduler's or the one that accepts links.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import os
 import threading
 from collections.abc import Iterator
 
-PIPE_BYTES = 4096  # pipe(7): so much is written whole or not at all
+PIPE_BYTES = 4096  # pipe(7): writes up to this size are atomic
 READ_BYTES = 64 << 10
-LAST_LINES_S = 1.0  # for the reader to take what was logged last
+LAST_LINES_S = 1.0  # for the reader to take the last lines
 
 
 class _PipeHandler(logging.Handler):
-    """Write log records into a pipe, line by line; count those for which there is no room."""
+    """Write log records into a pipe, line by line; count those that find no room."""
 
     def __init__(self, descriptor: int) -> None:
         """Borrow the descriptor, which must not block."""
@@ -31,7 +31,7 @@ class _PipeHandler(logging.Handler):
         """Write a record; no line is longer than what a pipe takes in one piece."""
         try:
             if self._lost:
-                self._write(f"{self._lost} log lines are missing here: nobody read them in time")
+                self._write(f"{self._lost} log lines are missing here: the reader was too slow")
                 self._lost = 0
             for line in self.format(record).splitlines():
                 self._write(line)
@@ -47,7 +47,7 @@ class _PipeHandler(logging.Handler):
 
 @contextlib.contextmanager
 def logging_to(descriptor: int, level: str, *, role: str) -> Iterator[None]:
-    """Send what this process logs to a descriptor that does not block."""
+    """Log to a descriptor that does not block."""
     handler = _PipeHandler(descriptor)
     handler.setFormatter(
         logging.Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")
@@ -65,7 +65,7 @@ def logging_to(descriptor: int, level: str, *, role: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def logging_to_reader(target: int, level: str, *, role: str) -> Iterator[None]:
-    """Send what this process logs to a descriptor, by a thread that alone waits for its reader."""
+    """Log to a descriptor by way of a thread, which alone waits for its reader."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     thread = threading.Thread(target=_copy, args=(reader, target), name="fastps:log", daemon=True)
@@ -79,7 +79,7 @@ def logging_to_reader(target: int, level: str, *, role: str) -> Iterator[None]:
 
 
 def _copy(reader: int, target: int) -> None:
-    """Move bytes until the pipe's other end is closed; drop them once nobody can read them."""
+    """Copy bytes until the pipe's other end is closed; drop them where writing fails."""
     while data := os.read(reader, READ_BYTES):
         with contextlib.suppress(OSError):
             while data:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command fastps-server: one summation server, or the scheduler of a job.
 
-Turns options into settings, sets up logging and signals, and runs the role. A validator is the
-user's program, which takes this one's place. Threads: fastps:log writes what is logged.
+Turns options into settings, sets up logging and signals, and runs the role. A validator's program
+replaces this one. Threads: fastps:log writes what is logged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ job is lost (exit status 1), or in order after SIGTERM.
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line; an option left out falls back to the environment."""
+    """Return the parser of the command line; missing options come from the environment."""
     parser = argparse.ArgumentParser(
         prog="fastps-server",
         description="Sum gradients for the workers of one job, be its scheduler, or start a "
@@ -60,19 +60,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--role", choices=ROLES, help="default: FASTPS_ROLE or DMLC_ROLE, else server")
-    add("--scheduler-host", metavar="HOST", help="where the scheduler is (or listens)")
-    add("--scheduler-port", metavar="PORT", help="its port")
+    add("--scheduler-host", metavar="HOST", help="host of the scheduler, or where it listens")
+    add("--scheduler-port", metavar="PORT", help="port of the scheduler")
     add("--interface", metavar="NAME", help="interface, network (CIDR) or address to listen on")
-    add("--host", metavar="ADDRESS", help="own address to listen on and to tell the others")
-    add("--port", metavar="PORT", help="own data port; 0 takes a free one (default)")
+    add("--host", metavar="ADDRESS", help="own address to listen on and to publish")
+    add("--port", metavar="PORT", help="own data port; default 0: a free one")
     add("--size", metavar="N", help="number of workers (scheduler)")
     add("--num-servers", metavar="N", help="number of servers (scheduler)")
-    add("--engine-threads", metavar="N", help="threads that sum; 0: the I/O threads do")
+    add("--engine-threads", metavar="N", help="threads that sum; 0: the I/O threads sum")
     add("--io-threads", metavar="N", help="threads that read and write the links")
     add("--cpus", metavar="LIST", help="CPUs to pin our threads to, like 0-3,8")
     add("--numa-node", metavar="NODE", help="NUMA node to take memory from; -1: any")
     add("--token-file", metavar="FILE", help="file of mode 0600 with the job token")
-    add("--start-timeout-s", metavar="SECONDS", help="how long to wait for the others")
+    add("--start-timeout-s", metavar="SECONDS", help="how long to wait for other members")
     add("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING (default) or ERROR")
     add("--version", action=ShowVersion)
     add("--listen-fd", metavar="FD", type=int, help=argparse.SUPPRESS)
@@ -86,13 +86,13 @@ def load_config(arguments: argparse.Namespace) -> config.Config:
     role = given.setdefault("role", config.role_given() or "server")
     if role not in ROLES:
         raise ConfigError(
-            f"FASTPS_ROLE or DMLC_ROLE says {role}, but fastps-server is a server or the "
-            "scheduler: start the training script in its place, or give --role"
+            f"fastps-server runs the roles {', '.join(ROLES)}, and FASTPS_ROLE or DMLC_ROLE is "
+            f"{role!r}; start the training script instead, or give --role"
         )
     if arguments.command and role != "validator":
         raise ConfigError(
-            f"a {role} runs no program, and {arguments.command[0]!r} was given: only a validator "
-            "does, `fastps-server --role validator -- python train.py`"
+            f"a {role} runs no program, and {arguments.command[0]!r} was given; only a validator "
+            "runs one: `fastps-server --role validator -- python train.py`"
         )
     return config.load(given)
 
@@ -108,29 +108,31 @@ def _options(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def run_program(arguments: argparse.Namespace, settings: config.Config) -> NoReturn:
-    """Become a validator: the user's program, with the options as its environment."""
+    """Replace this process by a validator's program, with the options in its environment."""
     command = arguments.command
     if not command:
         raise ConfigError(
-            "a validator runs the workers' program: give its command, "
+            "a validator runs the workers' program, and no command was given; use "
             "`fastps-server --role validator -- python train.py`"
         )
     if not settings.num_validators:
         raise ConfigError(
-            "a validator needs FASTPS_NUM_VALIDATORS or DMLC_NUM_VALIDATOR, as everybody in its "
-            "job does, and it is 0"
+            "a validator needs FASTPS_NUM_VALIDATORS or DMLC_NUM_VALIDATOR, which is 0; set it to "
+            "the number of validators in every process of the job"
         )
     given = {f"FASTPS_{name.upper()}": value for name, value in _options(arguments).items()}
     environment = config.process_environment() | given | {"FASTPS_ROLE": "validator"}
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        raise ConfigError(f"{command[0]!r} cannot be started: {error.strerror}") from error
+        raise ConfigError(
+            f"{command[0]!r} cannot be started: {error.strerror}; check its path"
+        ) from error
 
 
 def run_server(settings: config.Config) -> int:
     """Run a server until its job is over; SIGTERM and SIGINT end it in order."""
-    # imported here: a scheduler needs neither the kernels nor the store
+    # imported here: a scheduler needs neither kernels nor a store
     from fastps.server.server import Server  # noqa: PLC0415
 
     server = Server(settings)
@@ -146,9 +148,9 @@ def _status_of(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; give the exit status: 0 in order, 1 for a lost peer, 2 for bad settings.
+    """Run the command; return the exit status: 0 in order, 1 for a lost peer, 2 for bad settings.
 
-    Of a validator it does not return: its program takes over.
+    For a validator it does not return: its program replaces this process.
     """
     parsed = make_parser().parse_args(arguments)
     try:

@@ -53,24 +53,26 @@ class Server:
         self._stopped = threading.Event()
         self._is_ready = threading.Event()
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
-        doors = open_listeners(config, port=config.port)
-        self.address = doors.address
+        listeners = open_listeners(config, port=config.port)
+        self.address = listeners.address
         try:
             self._client = ControlClient.connect(
                 config,
                 role="server",
-                data_address=doors.address,
-                unix=doors.unix,
+                data_address=listeners.address,
+                unix=listeners.unix,
                 gid=rdma.look_up(config).usable_gid,
                 on_event=self._on_event,
             )
         except BaseException:
-            doors.close()
+            listeners.close()
             raise
         job = self._client.job
         device = rdma.look_up(config)
-        self._node = PeerLinks(config, doors.sockets, key_of=self._client.keys.of, device=device)
-        self._plane = DataPlane(config, self._client, node=self._node)
+        self._peer_links = PeerLinks(
+            config, listeners.sockets, key_of=self._client.keys.of, device=device
+        )
+        self._plane = DataPlane(config, self._client, peer_links=self._peer_links)
         self._meet(job)
         if config.trace_on:
             me = job.members[job.me]
@@ -79,9 +81,9 @@ class Server:
                 ping=self._client.clock_ns,
             )  # fmt: skip
         self._is_ready.set()
-        self._client.watch = lambda: self._plane.look_at_links()  # of each generation
+        self._client.watch = lambda: self._plane.look_at_links()  # in each generation
         self._plane.start()
-        self._node.start()
+        self._peer_links.start()
         self._status = StatusService(
             config, role="server", rank=job.me - job.size, slot=job.me,
             tell=self._plane.statistics,
@@ -96,18 +98,18 @@ class Server:
         )
 
     def run(self) -> int:
-        """Wait until the job ends; stop everything; give the exit status."""
+        """Wait until the job ends, stop everything, and return the exit status."""
         self._stopped.wait()
         self._status.close()
         recorder = self._plane.recorder
         if recorder is not None:
             recorder.stop_clock()
         self._plane.leave()
-        self._node.leave()
+        self._peer_links.leave()
         with contextlib.suppress(FastPSError):
             self._client.leave(timeout_s=self._config.shutdown_timeout_s)
         self._plane.close()
-        self._node.close()
+        self._peer_links.close()
         if recorder is not None:
             recorder.close()
         return self._exit_status
@@ -130,8 +132,8 @@ class Server:
             self._meet(event.job)
         elif isinstance(event, PeerLost):
             log.error("%s", event)
-            if event.goes_on:  # what it has not pushed nobody waits for
-                self._node.lose(event.rank)
+            if event.goes_on:  # rounds go on without its contributions
+                self._peer_links.lose(event.rank)
                 return
             self._exit_status = EXIT_PEER_LOST
             self.stop()
@@ -140,8 +142,8 @@ class Server:
             self.stop()
 
     def _meet(self, job: Job) -> None:
-        """Know the members of a generation."""
-        self._node.join(job.members, me=job.me, generation=job.generation)
+        """Take the members of a generation."""
+        self._peer_links.join(job.members, me=job.me, generation=job.generation)
 
     def _forget(self, generation: int) -> None:
         try:

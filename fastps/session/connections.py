@@ -228,7 +228,7 @@ class Connections:
         # imported here: a worker that only sends needs neither the kernels nor the store
         from fastps.server.dataplane import DataPlane  # noqa: PLC0415
 
-        server = DataPlane(self._config, self.client, node=node)
+        server = DataPlane(self._config, self.client, peer_links=node)
         server.start()
         log.info("worker %d is %s too", self.job.me, self.job.owner_name(self.job.me))
         return server

@@ -59,7 +59,7 @@ def plane(config: Config) -> Iterator[tuple[DataPlane, Client]]:
     client = Client(make_job([0, 1, 0]))
     doors = open_listeners(config, port=0)
     node = PeerLinks(config, doors.sockets, key_of=lambda _: b"k" * 32, device=look_up(config))
-    made = DataPlane(config, client, node=node)  # type: ignore[arg-type]
+    made = DataPlane(config, client, peer_links=node)  # type: ignore[arg-type]
     made.start()
     node.start()
     yield made, client
