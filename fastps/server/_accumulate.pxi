@@ -4,7 +4,7 @@
 # ---------------------------------------------------------------- taking turns; one thread at once
 
 cdef bint find_pushed(Value* value, Turn* turn, const void** sources) noexcept nogil:
-    """Find what all contributors have pushed of a unit; False: somebody has not."""
+    """List what all contributors pushed of a unit; False: one of them has not pushed it."""
     cdef Caller* caller
     cdef uint32_t index
     cdef bint is_there = True
@@ -42,7 +42,7 @@ cdef int settle(Value* value, Turn* turn) noexcept nogil:
 
 
 cdef void stamp_value(Value* value) noexcept nogil:
-    """Note that the value has seen one more change."""
+    """Count one more change of the value; entry.lock is not held."""
     pthread_mutex_lock(&value.entry.lock)
     value.stamp += 1
     wake_waiting(value)
@@ -104,7 +104,7 @@ cdef int answer_pull(Caller* caller) noexcept nogil:
 
 
 cdef void end_operation(Caller* caller) noexcept nogil:
-    """All of an operation that nothing holds took effect: others may go on."""
+    """Finish an operation whose units all took effect: members that wait for it may go on."""
     pthread_mutex_lock(&caller.value.entry.lock)
     caller.clock = caller.version
     release_all(caller.value)
@@ -112,14 +112,14 @@ cdef void end_operation(Caller* caller) noexcept nogil:
 
 
 cdef void end_free_unit(Turn* turn) noexcept nogil:
-    """Answer what waits for nobody; a seed must not: others can pull when all of it is there."""
+    """Answer a unit that waits for no member; a seed must not, for others may pull it."""
     if turn.unit + 1 == turn.caller.value.entry.n_units:
         end_operation(turn.caller)
     answer_unit(turn)
 
 
 cdef void end_bound_unit(Turn* turn) noexcept nogil:
-    """A unit took effect: its answer leaves when it may, as may others'."""
+    """Queue the answer of a unit that took effect, and send those that may leave now."""
     cdef Caller* caller = turn.caller
     cdef Entry* entry = caller.value.entry
     pthread_mutex_lock(&entry.lock)
@@ -186,7 +186,7 @@ cdef void run_turns(Job* job) noexcept nogil:
 
 
 cdef void unlock_and_work(Value* value, int32_t priority) noexcept nogil:
-    """Give entry.lock up; see to it that somebody works if there is something to do."""
+    """Release entry.lock, and have a thread work where there is something to do."""
     cdef Entry* entry = value.entry
     cdef bint is_ours = not value.is_working and (value.first != NULL or value.is_moved)
     value.is_working |= is_ours
@@ -392,7 +392,7 @@ cdef int accumulate_make(Entry* entry) noexcept nogil:
 
 
 cdef void accumulate_spare(Entry* entry) noexcept nogil:
-    """Nothing is kept for speed alone."""
+    """Do nothing: this policy keeps no lasting buffers."""
 
 
 cdef void accumulate_free(Entry* entry) noexcept nogil:
@@ -410,7 +410,7 @@ cdef void accumulate_free(Entry* entry) noexcept nogil:
             give_back(entry, &value.callers[index].backups[unit])
             give_back(entry, &value.callers[index].packed)
     if entry.gathers:
-        free_gathered(value)
+        give_back_updates(value)
     free(value)
 
 

@@ -30,7 +30,7 @@ cdef void send_item(Caller* caller, SendItem* item, sent_fn sent, void* context)
 
 
 cdef void send_error(Caller* caller, int status) noexcept nogil:
-    """Tell a member that its operation failed; entry.lock is held."""
+    """Send a member the error of its operation; entry.lock is held."""
     if caller.status != OK:
         return
     caller.status = status
@@ -56,7 +56,7 @@ cdef void fill_gathered(Caller* caller, SendItem* item) noexcept nogil:
 
 
 cdef void send_answer(Turn* turn) noexcept nogil:
-    """Send the value as it is now, or the acknowledgement that is wanted in its place."""
+    """Send the value as it is now, or an acknowledgement where no result is wanted."""
     cdef Caller* caller = turn.caller
     cdef Entry* entry = caller.value.entry
     cdef bint is_wanted = not caller.flags & FLAG_NO_RESULT
@@ -97,14 +97,14 @@ cdef void queue_turn(Caller* caller, uint32_t unit) noexcept nogil:
 
 
 cdef inline bint has_wanted(Caller* caller) noexcept nogil:
-    """Tell whether a pull can be answered."""
+    """Return whether a pull can be answered."""
     cdef Value* value = caller.value
     return value.n_seeded == value.entry.n_units and (
         value.stamp >= caller.wanted or (value.entry.gathers and caller.wanted >= ASIDE))
 
 
 cdef void wake_waiting(Value* value) noexcept nogil:
-    """Let those who pulled before there was what they want have it."""
+    """Queue the answers of pulls that waited for this value."""
     cdef uint32_t index
     for index in range(value.entry.cast.n_members):
         if value.callers[index].is_waiting and has_wanted(&value.callers[index]):
@@ -113,7 +113,7 @@ cdef void wake_waiting(Value* value) noexcept nogil:
 
 
 cdef uint64_t farthest_version(Value* value, uint32_t unit) noexcept nogil:
-    """Say which operation may have a unit answered: so far ahead of the slowest still there."""
+    """Return the last version whose unit may be answered: that of the slowest, plus staleness."""
     cdef Entry* entry = value.entry
     cdef uint64_t slowest = UINT32_MAX
     cdef uint32_t index
@@ -134,7 +134,7 @@ cdef void answer_unit(Turn* turn) noexcept nogil:
 
 
 cdef void release_unit(Value* value, uint32_t unit) noexcept nogil:
-    """Answer those who are not too far ahead any more; only who works on turns may do that."""
+    """Answer members within the staleness bound; called only by the thread that works on turns."""
     cdef uint64_t farthest = farthest_version(value, unit)
     cdef uint32_t index
     cdef Caller* caller
@@ -165,11 +165,6 @@ cdef void fail_caller(Caller* caller, int status) noexcept nogil:
         give_back(entry, &caller.buffers[caller.n_answered])
         caller.n_answered += 1
         fps_add32(&caller.in_flight, -1)
-
-
-cdef inline void count_work(Entry* entry, uint32_t length) noexcept nogil:
-    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
-    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
 
 
 cdef int count_seed(Value* value) noexcept nogil:

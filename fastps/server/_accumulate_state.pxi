@@ -1,37 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _policies.pyx: the layout of the asynchronous sum.
 #
-# Accumulate, the second policy: each push is added at once and answered with the value by then.
+# Accumulate, the second policy: each push is added at once, and answered with the value by then.
 #
-# Theory of operation. The owner holds one value per key. The first push of a unit becomes it, as
-# does every broadcast; later pushes are added in the order in which they came, whoever sends them,
-# and a pull reads. Members have versions of their own and wait for nobody, except for two things:
-# a pull for the first value, and the answer to each unit of a push until the slowest contributor's
-# is at most `staleness` operations behind (ANY_STALENESS: never). So what a member gets of its
-# n-th operation holds everybody's first n - staleness, and with 0 is the same for all. It is
-# counted by unit, as credit is: a member that gets no answers pushes no further. Who leaves fails
-# nobody and holds nobody.
+# Theory of operation. The owner holds one value per key. The first push of a unit becomes the
+# value, as does every broadcast. Later pushes are added in the order of arrival, and a pull reads.
+# Members count versions of their own and wait for no other, with two exceptions: a pull waits for
+# the first value, and the answer to a unit of a push waits until the slowest contributor is at
+# most `staleness` operations behind (ANY_STALENESS: it never waits). So the answer to a member's
+# n-th operation holds the first n - staleness of all others; with staleness 0 it is the same for
+# all. This is counted by unit, as credit is: a member without answers pushes no further. A member
+# that leaves makes no operation fail, and no other member waits for it.
 #
-# What landed queues as a turn; one thread at a time works on all turns of a key, its engine thread
-# or the I/O thread that found nobody at it, so the value needs no lock and no sum happens under
-# entry.lock. The buffer in which a push landed carries the answer back: a copy of the value, since
-# others add to it while that is on its way. Memory: the value, and what members have in flight.
+# A push that landed queues as a turn. One thread at a time works on all turns of a key: its engine
+# thread, or the I/O thread that found no other at work. So the value needs no lock, and no sum
+# happens under entry.lock. The buffer in which a push landed carries the answer back: a copy of
+# the value, which others change meanwhile. Memory: the value, and what members have in flight.
 #
 # A member's next operation is put off (E_TIMEOUT) until all answers to the one before have left.
 #
-# A value has a stamp: how many changes it has seen. It comes with every answer (header.status),
-# and a pull may ask for one that has seen so many: it waits for that.
+# A value has a stamp: the number of changes it has seen. Each answer carries it (header.status),
+# and a pull may wait for a given stamp.
 #
-# Accepted, the third policy, is the same except for what a change is: contributors go in step, and
-# what they push for one operation does not add to the value, but its mean, in their order, becomes
-# it. Who only reads waits for nobody but them, and holds nobody up.
+# ACCEPTED and COMBINED, the third and fourth policies, differ in what a change is: contributors go
+# in step, and the mean or median of what they push for one operation, in their order, becomes the
+# value. Members that only read wait for contributors, and contributors never wait for them.
 #
-# Kept, the sixth, has its value elsewhere, what the codec of another key keeps, and a push takes
-# its place: for checkpoints, when no round of that key is under way.
+# CODEC_STATE, the sixth, reads and replaces what the codec of another key keeps: for checkpoints,
+# while no round of that key is under way.
 #
-# Gathered, the fourth, is in rounds that may end without the late: see _deadline_rounds.pxi. Where
-# changes travel encoded, both of pushes and of the value, it goes by whole partitions: see
-# _delta_coding.pxi.
+# DEADLINE_ROUNDS, the fifth, has rounds with a deadline: see _deadline_rounds.pxi. Where changes
+# travel encoded both ways, units are whole partitions: see _delta_coding.pxi.
 
 cdef struct Value
 cdef struct Turn

@@ -9,19 +9,20 @@
 
 cdef int64_t sum_coded(const void* const* sources, int64_t n, void* dst, int64_t count,
                        const void* args) noexcept nogil:
-    cdef RuleArgs* told = <RuleArgs*>args
-    cdef Code* code = <Code*>told.state
-    cdef char* scratch = <char*>(<BufferPool>told.pool).c_loan(code.scratch_bytes)
+    cdef RuleArgs* rule_args = <RuleArgs*>args
+    cdef Code* code = <Code*>rule_args.state
+    cdef char* scratch = <char*>(<BufferPool>rule_args.pool).c_loan(code.scratch_bytes)
     if scratch == NULL:
         return E_NOMEM
-    code_sum(code, told.unit, told.version, sources, n, told.divisor, <char*>dst, scratch)
-    (<BufferPool>told.pool).c_give_back(scratch)
+    code_sum(code, rule_args.unit, rule_args.version, sources, n, rule_args.divisor, <char*>dst,
+             scratch)
+    (<BufferPool>rule_args.pool).c_give_back(scratch)
     return 1
 
 
 @cython.final
 cdef class CodedRule:
-    """What a store is given for a partition with a codec: a rule, and what it keeps."""
+    """The rule of a partition with a codec, and its state, for ServerStore.declare()."""
 
     cdef Coder coder
 
@@ -35,7 +36,7 @@ cdef class CodedRule:
 
     @property
     def state(self):
-        """Address of what it keeps."""
+        """Address of its state."""
         return <uintptr_t>&self.coder.code
 
     @property
@@ -46,18 +47,18 @@ cdef class CodedRule:
 
 @cython.final
 cdef class KeptResidual:
-    """What a store is given for what a codec keeps of a partition, float32; keeps the coder."""
+    """A codec's residual of a partition, float32, for ServerStore.declare(); keeps the coder."""
 
     cdef Coder coder
 
     def __cinit__(self, Coder coder not None):
         if coder.code.residual == NULL:
-            raise ValueError("this codec keeps nothing")
+            raise ValueError("the codec keeps no residual; use one with error feedback (ef)")
         self.coder = coder
 
     @property
     def state(self):
-        """Address of what is kept."""
+        """Address of the residual."""
         return <uintptr_t>self.coder.code.residual
 
     @property

@@ -2,9 +2,10 @@
 # Part of _store.pyx: what a contract says of a key, for its policy.
 
 cdef int set_compensation(Entry* model, how, dtype) except -1:
-    """Note how delays are made up for; ValueError for elements for which there is no formula."""
+    """Set the compensation of delays; ValueError for element types other than float32, float64."""
     if how.strength and dtype not in (DType.FLOAT32, DType.FLOAT64):
-        raise ValueError("delays are compensated for float32 and float64 alone")
+        raise ValueError(
+            f"compensation of delays supports float32 and float64, got {dtype.name.lower()}")
     model.compensation.strength = how.strength
     model.compensation.is_adaptive = how.is_adaptive
     model.compensation.decay = how.decay
@@ -12,20 +13,21 @@ cdef int set_compensation(Entry* model, how, dtype) except -1:
 
 
 cdef int set_gathering(Entry* model, int policy, how, dtype, uint32_t least) except -1:
-    """Note how rounds end, and what moves the value; ValueError for what cannot be.
+    """Set how rounds end and what moves the value; ValueError for parameters out of bounds.
 
-    least: updates without which no deadline ends a round.
+    least: a deadline ends no round with fewer updates.
     """
     cdef Store* store = model.store
     if policy != contract.Policy.DEADLINE_ROUNDS:
         return 0
     how.check()
     if dtype not in (DType.FLOAT32, DType.FLOAT64):
-        raise ValueError("values are moved in float32 and float64 alone")
+        raise ValueError(
+            f"deadline rounds support float32 and float64, got {dtype.name.lower()}")
     if store.absences == NULL:
         store.absences = <int64_t*>calloc(2 * store.n_members, sizeof(int64_t))
     if store.absences == NULL:
-        raise MemoryError("no memory to count who is late")
+        raise MemoryError("no memory for the counts of late updates")
     model.gathers = True
     model.gathering.deadline_ns = <int64_t>(how.deadline_s * 1e9)
     model.gathering.step = how.step
@@ -41,6 +43,7 @@ cdef int fill_tensor(ServerStore store, Tensor* tensor, Entry* model, uint64_t t
 
     unit_bytes: 0 for a partition.
     """
+    cdef Entry* entry
     for (index, nbytes, _), cast in places:
         model.cast = <Cast*><uintptr_t>cast
         model.key = tensor_id << KEY_BITS | <uint64_t>index
@@ -50,7 +53,9 @@ cdef int fill_tensor(ServerStore store, Tensor* tensor, Entry* model, uint64_t t
             model.coded_bytes = (<Coder>coders[index]).code.wire_bytes
         model.engine = store.engine_of_rules() if model.is_ruled else store.choose_engine(
             min(nbytes, unit_bytes) if unit_bytes else nbytes, inline_bytes, nbytes)
-        tensor.entries[<uint32_t>index] = make_entry(model, nbytes, unit_bytes == 0)
-        if tensor.entries[<uint32_t>index] == NULL:
+        entry = make_entry(model, nbytes, unit_bytes == 0)
+        if entry == NULL:
             raise MemoryError(f"no memory for partition {index} of tensor {tensor_id}")
+        tensor.entries[<uint32_t>index] = tensor.owned[tensor.n_owned] = entry
+        tensor.n_owned += 1
     return 0

@@ -1,33 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _policies.pyx: rounds that may end without the late, and move a value that stays here.
+# Part of _policies.pyx: rounds with a deadline, which move a value that stays on the server.
 #
-# What a contributor pushes is kept until a round ends. That is when all contributors who are there
-# take part, or when its deadline, counted from the first of them, is over; then the rule makes one
-# of all that is kept, the outer optimizer moves the value by it, and all who take part are
-# answered with the value. Who pushes when the round that it worked for is over already - the value
-# has changed since its last answer - is late: it is answered at once, and what it pushed goes into
-# the next round, added to what else it pushes for that. So each update counts once, a member has
-# one voice in a round, however late it was, and nobody waits for the late longer than a deadline.
-# A pull for JOIN, the next stamp, takes part without giving anything; of a round in which nothing
-# is kept the stamp alone rises. What was pushed by a member that left counts like all else.
+# The update that a contributor pushes is kept until a round ends. A round ends when all present
+# contributors take part, or at its deadline, counted from the first of them. Then the rule
+# combines the kept updates, the outer optimizer moves the value by the result, and all that took
+# part are answered with the value. A push is late if its round has ended: the value has changed
+# since the member's last answer. It is answered at once, and its update goes into the next round,
+# added to what the member pushes for that. So each update counts once, a member has one vote in a
+# round, and no member waits for a straggler longer than the deadline. A pull for JOIN, the next
+# stamp, takes part without an update; a round without any update only raises the stamp. The
+# updates of a member that left count like all others.
 #
-# A rule needs a number of updates for the lies that it is to stand: no deadline ends a round with
-# fewer. What it refuses is dropped.
+# A rule needs a number of updates to tolerate the lies it is meant for: a deadline ends no round
+# with fewer. Updates that the rule refuses are dropped.
 #
-# Contributor 0 gives the value, with a push that says so (header.status, bits of a float32): -1
-# for a fresh one, or 1 + the steps that the outer optimizer has taken, and then what that keeps is
-# pushed too. A pull for stamp -1 - i reads what it keeps, number i, in place of the value.
+# Contributor 0 seeds the value, by a push with a rate (header.status, bits of a float32): -1 for a
+# fresh value, or 1 + the steps that the outer optimizer has taken, followed by pushes of its
+# moments. A pull for stamp -1 - i reads moment i instead of the value.
 #
 # Units are whole partitions. The formulas are those of fastps/algorithms/outer.py, in the
-# element's own type and in the written order, so results are NumPy's. Whoever works on turns owns
-# what is kept.
+# element's own type and in the written order, so results are NumPy's. The thread that works on
+# turns owns the kept updates.
 
 cdef inline int n_moments(Entry* entry) noexcept nogil:
     return entry.gathering.step
 
 
 cdef bint takes_part(Caller* caller, const Header* header) noexcept nogil:
-    """Note what an operation says besides; False: it may not. entry.lock is held."""
+    """Note the rate of an operation; False: the member may not send it. entry.lock is held."""
     cdef bint is_push = header.kind == KIND_PUSH
     cdef float rate = rate_of(header) if is_push else 0
     caller.rate = rate
@@ -38,7 +38,7 @@ cdef bint takes_part(Caller* caller, const Header* header) noexcept nogil:
 
 # ---------------------------------------------------------------- the value, from contributor 0
 
-cdef void forget_kept(Value* value) noexcept nogil:
+cdef void give_back_updates(Value* value) noexcept nogil:
     cdef uint32_t index
     for index in range(value.entry.cast.n_contributors):
         give_back(value.entry, &value.callers[index].kept)
@@ -47,7 +47,7 @@ cdef void forget_kept(Value* value) noexcept nogil:
 
 
 cdef int seed(Caller* caller) noexcept nogil:
-    """Take what was pushed for the value, or for what the outer optimizer keeps."""
+    """Make what was pushed the value, or a moment of the outer optimizer."""
     cdef Value* value = caller.value
     cdef Entry* entry = value.entry
     cdef char** place = &value.sums[0]
@@ -55,7 +55,7 @@ cdef int seed(Caller* caller) noexcept nogil:
         place = &value.moments[n_moments(entry) - value.seeds_left]
         value.seeds_left -= 1
     else:
-        forget_kept(value)
+        give_back_updates(value)
         value.steps = <int64_t>caller.rate - 1 if caller.rate > 0 else 0
         value.seeds_left = n_moments(entry) if caller.rate > 0 else 0
     if place[0] == NULL:
@@ -77,7 +77,7 @@ cdef void add_all(Real* total, const Real* x, uint32_t count) noexcept nogil:
 
 
 cdef int keep(Caller* caller) noexcept nogil:
-    """Add what was pushed to what is kept of this member; its buffer is for the answer."""
+    """Add a push to the kept update of its member; its buffer carries the answer."""
     cdef Entry* entry = caller.value.entry
     cdef uint32_t count = entry.nbytes / entry.itemsize
     cdef char* fresh
@@ -95,7 +95,7 @@ cdef int keep(Caller* caller) noexcept nogil:
 
 
 cdef int take_update(Caller* caller) noexcept nogil:
-    """Take what landed; nothing comes before there is a value."""
+    """Keep a push that landed, or seed the value; E_PROTOCOL before there is a value."""
     cdef int status
     if caller.rate:
         return seed(caller)
@@ -106,7 +106,7 @@ cdef int take_update(Caller* caller) noexcept nogil:
 
 
 cdef void end_gathered(Turn* turn) noexcept nogil:
-    """A push took effect: who is late, or gave the value, is answered; else the round may end."""
+    """Answer a push at once if it is late or gave the value; else the round may end."""
     cdef Caller* caller = turn.caller
     cdef Value* value = caller.value
     cdef Entry* entry = value.entry
@@ -136,13 +136,13 @@ cdef inline void count_absence(Caller* caller, int which) noexcept nogil:
 # ---------------------------------------------------------------- the end of a round
 
 cdef inline bint is_present(Caller* caller) noexcept nogil:
-    """Tell whether a member takes part in the round; entry.lock is held."""
+    """Return whether a member takes part in the round; entry.lock is held."""
     return caller.n_answered < caller.n_taken or (
         caller.is_waiting and caller.wanted == caller.value.stamp + 1)
 
 
 cdef void open_round(Value* value) noexcept nogil:
-    """See to it that somebody looks when the deadline is over; entry.lock is held."""
+    """Start the deadline of a round, at its first member; entry.lock is held."""
     if value.is_open:
         return
     value.is_open = True
@@ -152,7 +152,7 @@ cdef void open_round(Value* value) noexcept nogil:
 
 
 cdef bint may_end(Value* value) noexcept nogil:
-    """Tell whether a round ends now; entry.lock is held."""
+    """Return whether a round ends now; entry.lock is held."""
     cdef Entry* entry = value.entry
     cdef uint32_t index, n_present = 0, n_missing = 0, n_kept = 0
     cdef Caller* caller
@@ -172,7 +172,7 @@ cdef bint may_end(Value* value) noexcept nogil:
 
 
 cdef int combine_kept(Value* value, char* made) noexcept nogil:
-    """Make one of all that is kept by the rule, in the order of the cast; then nothing is kept."""
+    """Combine all kept updates by the rule, in the order of the cast, and return their buffers."""
     cdef const void* sources[MAX_SETTLERS]
     cdef uint32_t who[MAX_SETTLERS]
     cdef uint8_t refused[MAX_SETTLERS]
@@ -193,13 +193,13 @@ cdef int combine_kept(Value* value, char* made) noexcept nogil:
         return <int>status if status < 0 else E_PROTOCOL
     for index in range(n):
         if refused[index]:
-            blame(entry, who[index])
+            count_refusal(entry, who[index])
         give_back(entry, &value.callers[who[index]].kept)
     return OK
 
 
 cdef int move(Value* value) noexcept nogil:
-    """Let what is kept move the value."""
+    """Move the value by the kept updates."""
     cdef Entry* entry = value.entry
     cdef int i, status
     cdef char* made = lend(entry, entry.nbytes)
@@ -234,7 +234,7 @@ cdef bint has_kept(Value* value) noexcept nogil:
 
 
 cdef void count_missing(Value* value) noexcept nogil:
-    """Count the round for those without whom it ends; the first such is news. The lock is held."""
+    """Count the round for each member that missed it; entry.lock is held."""
     cdef uint32_t index
     for index in range(value.entry.cast.n_contributors):
         if not is_present(&value.callers[index]) and not is_gone(value.entry, index):
@@ -243,9 +243,9 @@ cdef void count_missing(Value* value) noexcept nogil:
 
 
 cdef void pack_all(Value* value) noexcept nogil:
-    """Encode the answers of all who have pushed for the round that ends, without the lock.
+    """Encode the answers of all members that pushed for this round, without the lock.
 
-    Who has not may begin to meanwhile, and can only come into the next one.
+    A member that pushes meanwhile takes part in the next round.
     """
     cdef Entry* entry = value.entry
     cdef uint32_t index
@@ -261,7 +261,7 @@ cdef void pack_all(Value* value) noexcept nogil:
 
 
 cdef void end_round(Value* value) noexcept nogil:
-    """Move the value, and answer all who took part; called by who works on turns."""
+    """Move the value and answer all that took part; called by the thread that works on turns."""
     cdef Entry* entry = value.entry
     cdef uint32_t index
     cdef Caller* caller
@@ -288,10 +288,6 @@ cdef void end_round(Value* value) noexcept nogil:
             fps_add32(&caller.in_flight, -1)
     wake_waiting(value)
     pthread_mutex_unlock(&entry.lock)
-
-
-cdef void free_gathered(Value* value) noexcept nogil:
-    forget_kept(value)
 
 
 # ---------------------------------------------------------------- outer optimizers

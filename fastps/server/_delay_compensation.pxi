@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _policies.pyx: delays are made up for at the moment of adding (DC-ASGD; Zheng et al.,
+# Part of _policies.pyx: delays are compensated when a push is added (DC-ASGD; Zheng et al.,
 # "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017, sections 3 to 5).
 #
 # A member computed its gradient g at what it was answered last, w_bak, and pushes d = -eta g when
@@ -16,7 +16,7 @@
 # with g = -d / eta; m is the decay. eta comes with the push (header.status: bits of a float32);
 # without one, 0, what is pushed is added as it is. In the element's own type, element by element
 # and in the written order, so results are those of NumPy. Memory, for as long as the entry lives:
-# w_bak for each contributor, and MeanSquare once. Called by who works on turns.
+# w_bak for each contributor, and MeanSquare once. Called by the thread that works on turns.
 
 cdef double EPSILON = 1e-7      # the paper's
 
@@ -48,7 +48,7 @@ cdef int lend_all(Entry* entry, char** places) noexcept nogil:
 
 
 cdef int prepare(Caller* caller, const Header* header) noexcept nogil:
-    """Note the learning rate of an operation that begins; entry.lock is held."""
+    """Note the learning rate of a new operation, and lend its backups; entry.lock is held."""
     cdef Entry* entry = caller.value.entry
     cdef bint is_push = header.kind == KIND_PUSH and not header.flags & FLAG_BROADCAST
     cdef float rate = rate_of(header) if is_push else 0
@@ -66,7 +66,7 @@ cdef int prepare(Caller* caller, const Header* header) noexcept nogil:
 
 
 cdef void keep_backup(Caller* caller, uint32_t unit) noexcept nogil:
-    """What a member has now is the value as it is now."""
+    """Keep a copy of the value as the backup of a member that has it now."""
     cdef Entry* entry = caller.value.entry
     if caller.backups[unit] != NULL:
         memcpy(caller.backups[unit], caller.value.sums[unit], unit_length(entry, unit))

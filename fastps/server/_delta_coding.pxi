@@ -1,32 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _policies.pyx: values of which changes travel encoded, both of pushes and of answers.
+# Part of _policies.pyx: values whose changes travel encoded, both in pushes and in answers.
 #
-# A push is decoded when it has landed; what its codec lost stays with who pushed it, and is in its
-# next push (error feedback), whenever that comes: what a server has got of it counts once, like
-# any other push. An answer is by how much the value differs from what the member has of it,
-# encoded; the member adds that to what it has, as we do to a copy of it (Caller.backups). What the
-# codec lost of an answer is so in the difference of the next one, and no residual is needed: of
-# one who was away for long the difference is larger, and nothing of it is lost. Members who have
-# been answered for the same rounds have the same bits: the codec's lots go by the stamp.
+# A push is decoded when it has landed. The worker adds what its codec lost to its next push (error
+# feedback). An answer is the encoded difference between the value and the member's copy of it; the
+# member adds it to that copy, as the server does to its own copy of it (Caller.backups). The next
+# difference contains what the codec lost of an answer, so answers need no residual; after a long
+# absence the difference is larger, and nothing is lost. Members that were answered for the same
+# rounds have the same bits, since the stamp seeds the codec's random numbers.
 #
-# Operations marked FLAG_PLAIN travel whole, both ways: what the value is in the beginning, or
-# after a checkpoint, and what is read. From then on a member has just that.
+# Operations marked FLAG_PLAIN travel whole, both ways: the first value, values from a checkpoint,
+# and plain reads. The member's copy is then the value itself.
 #
-# Memory, while the entry lives: a copy of the value for each contributor. Called by who works on
-# turns, not under entry.lock; units are whole partitions.
+# Memory, while the entry lives: a copy of the value for each contributor. Called by the thread
+# that works on turns, not under entry.lock; units are whole partitions.
 
 cdef inline bint is_coded(Caller* caller) noexcept nogil:
     return caller.value.entry.code != NULL and not caller.flags & FLAG_PLAIN
 
 
 cdef inline bint is_aside(Caller* caller) noexcept nogil:
-    """Tell whether a member reads what the outer optimizer keeps, in place of the value."""
+    """Return whether a member reads a moment of the outer optimizer instead of the value."""
     return (caller.value.entry.gathers and caller.kind == KIND_PULL
             and caller.wanted >= ASIDE)
 
 
 cdef int unpack(Caller* caller) noexcept nogil:
-    """Decode what landed: from here on it is elements."""
+    """Decode a push that landed, into a fresh buffer."""
     cdef Entry* entry = caller.value.entry
     cdef Code* code = <Code*>entry.code
     cdef char* plain = lend(entry, entry.nbytes)
@@ -88,12 +87,12 @@ cdef int pack(Caller* caller, uint32_t stamp) noexcept nogil:
 
 
 cdef inline bint lacks_answer(Caller* caller) noexcept nogil:
-    """Tell whether there was no memory to encode what a member waits for."""
+    """Return whether there was no memory to encode the answer that a member waits for."""
     return is_coded(caller) and caller.n_answered < caller.n_taken and caller.packed == NULL
 
 
 cdef void put_packed(Caller* caller, SendItem* item) noexcept nogil:
-    """Let an answer that was encoded take the place of what was pushed."""
+    """Replace the pushed bytes of a buffer by the encoded answer."""
     cdef Entry* entry = caller.value.entry
     give_back(entry, &caller.buffers[0])
     caller.buffers[0], caller.packed = caller.packed, NULL

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# The seam between the store and its policies. The store finds the entry of a frame, checks what
-# can be said against it without looking at a round, and knows the links and who is gone. What
-# then happens to the key is the business of its policy: a table of functions, one per entry.
+# The seam between the store and its policies. The store finds the entry of a frame, checks the
+# frame as far as that needs no round, and knows the links and the members that left. The rest is
+# up to the policy of the key: a table of functions, one per entry.
 #
 # All functions of a policy run without the GIL and never wait for a peer. `gone` and `fail`
 # return when no memory that was lent is read any more: that takes at most one call of the rule.
@@ -117,6 +117,8 @@ cdef struct Entry:              # one partition; fixed after declare except for 
 
 cdef struct Tensor:
     uint32_t n_partitions
+    uint32_t n_owned
+    Entry** owned               # entries of this server; behind the other table
     Entry* entries[1]           # by partition index; NULL where another server owns it
 
 cdef struct Engine:
@@ -124,14 +126,14 @@ cdef struct Engine:
     Thread* thread
 
 cdef struct StoreStats:
-    uint64_t chunks_summed      # units that a rule worked on
-    uint64_t bytes_summed       # bytes of results
-    uint64_t rounds_failed
-    uint64_t buffers_not_kept   # for lack of room
+    int64_t chunks_summed       # units that a rule worked on
+    int64_t bytes_summed        # bytes of results
+    int64_t rounds_failed
+    int64_t buffers_not_kept    # for lack of room
 
 cdef struct LinkState:               # one link of one member
     LinkSlot slot
-    int32_t busy                # atomic: its I/O thread may hold an entry that the table lost
+    int32_t in_callback         # atomic: its I/O thread may hold an entry that the table lost
     char rest[44]               # of a cache line: neighbours belong to different threads
 
 cdef struct Store:
@@ -139,7 +141,7 @@ cdef struct Store:
     uint32_t n_members          # sender numbers that may have links
     uint32_t lanes              # links per member
     IdTable* tensors            # id -> Tensor
-    LinkState* seats                 # n_members x lanes
+    LinkState* links            # n_members x lanes
     int32_t* gone               # by sender: 0, or the status its link ended with; atomic
     int32_t n_gone              # atomic
     int32_t* links_open         # by sender; atomic
@@ -158,7 +160,7 @@ cdef struct Store:
 
 
 cdef inline uint32_t length_at(Entry* entry, uint32_t offset, uint32_t most) noexcept nogil:
-    """Bytes from offset on, at most so many."""
+    """Return the bytes from offset on, at most so many."""
     cdef uint32_t left = entry.nbytes - offset
     return left if left < most else most
 
@@ -168,12 +170,12 @@ cdef inline uint32_t unit_length(Entry* entry, uint32_t unit) noexcept nogil:
 
 
 cdef inline uint32_t bytes_of(Entry* entry, const Header* header) noexcept nogil:
-    """Bytes of an operation's elements on the wire."""
+    """Return the bytes of an operation's elements on the wire."""
     return entry.nbytes if entry.code == NULL or header.flags & FLAG_PLAIN else entry.coded_bytes
 
 
 cdef inline LinkSlot* slot_of(Entry* entry, uint32_t index) noexcept nogil:
-    return &entry.store.seats[
+    return &entry.store.links[
         entry.cast.senders[index] * entry.store.lanes + entry.lane].slot
 
 
@@ -182,7 +184,7 @@ cdef inline bint is_gone(Entry* entry, uint32_t index) noexcept nogil:
 
 
 cdef inline bint has_links(Entry* entry, uint32_t index) noexcept nogil:
-    """Tell whether anything of a member may still be landing."""
+    """Return whether bytes of a member may still be landing."""
     return fps_load32(&entry.store.links_open[entry.cast.senders[index]]) > 0
 
 
@@ -207,13 +209,13 @@ cdef inline void fill_header(Entry* entry, Header* header, uint8_t kind,
 
 
 cdef inline void ring_news(Store* store) noexcept nogil:
-    """Let whoever waits for news look."""
+    """Wake the thread in wait_news()."""
     if not fps_swap32(&store.has_news, 1):
         completion_part_done(&store.news, OK)
 
 
-cdef inline void blame(Entry* entry, uint32_t index) noexcept nogil:
-    """Count an update that a rule refused; the first of a member is news."""
+cdef inline void count_refusal(Entry* entry, uint32_t index) noexcept nogil:
+    """Count an update that a rule refused; the first of a member wakes wait_news()."""
     cdef uint32_t sender = entry.cast.senders[index]
     if fps_add64(&entry.store.refused[sender], 1) == 1:
         entry.store.refused_key[sender] = <int64_t>entry.key
@@ -221,7 +223,7 @@ cdef inline void blame(Entry* entry, uint32_t index) noexcept nogil:
 
 
 cdef inline int hand_to_engine(Entry* entry, int32_t priority, Job* job) noexcept nogil:
-    """Let the key's engine thread run a job; an engine runs a key's jobs in this order."""
+    """Queue a job for the key's engine thread, which runs the jobs of a key in this order."""
     cdef int status
     fps_add32(&entry.store.jobs_open, 1)
     status = queue_push(entry.store.engines[entry.engine].queue, priority, entry.key, 0, job)
@@ -233,6 +235,6 @@ cdef inline int hand_to_engine(Entry* entry, int32_t priority, Job* job) noexcep
 cdef Policy SUM_POLICY
 cdef Policy ACCUMULATE_POLICY
 
-# Look whether the round of a key that gathers ends, if its deadline is over now. Gives when to
-# look again, INT64_MAX: not by itself.
+# End the deadline round of a key if its deadline is over. Return when to look again; INT64_MAX:
+# there is no deadline.
 cdef int64_t look_at_deadline(Entry* entry, int64_t now) noexcept nogil

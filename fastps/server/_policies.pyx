@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the owner of a key does when members push: two policies, and two rules that keep something.
+"""The policies of keys, which act on pushes and pulls, and the rules of keys that keep state.
 
 _policies.pxd is the seam to the store. Each policy stands in pieces: first its layout with its
 theory of operation (_rounds_state, _accumulate_state), then what it sends, what it computes, and

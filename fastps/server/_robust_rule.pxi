@@ -17,12 +17,12 @@ cdef struct Ruled:              # what the rule of a partition keeps
 
 
 cdef inline uint64_t plain_bytes(Code* code) noexcept nogil:
-    """Give the room of a partition that is decoded."""
+    """Return the bytes of a decoded partition in whole cache lines."""
     return round_up(<uint64_t>code.count * code.itemsize)
 
 
 cdef uint64_t scratch_bytes(Ruled* ruled, int64_t n) noexcept nogil:
-    """Give the scratch for n contributions: the rule's, the codec's, n + 1 decoded partitions."""
+    """Return the scratch bytes for n contributions: rule, codec and n + 1 decoded partitions."""
     cdef uint64_t nbytes = round_up(ruled.how.scratch_bytes)
     if ruled.code != NULL:
         nbytes += round_up(ruled.code.scratch_bytes) + (n + 1) * plain_bytes(ruled.code)
@@ -30,8 +30,8 @@ cdef uint64_t scratch_bytes(Ruled* ruled, int64_t n) noexcept nogil:
 
 
 cdef int64_t combine_coded(Ruled* ruled, const void* const* sources, int64_t n, char* dst,
-                           RuleArgs* told, char* scratch) noexcept nogil:
-    """Decode what each contributed, make one of it, and encode that."""
+                           RuleArgs* rule_args, char* scratch) noexcept nogil:
+    """Decode all contributions, combine them, and encode the result."""
     cdef const void* decoded[MAX_VOICES]
     cdef Code* code = ruled.code
     cdef char* work = scratch + round_up(ruled.how.scratch_bytes)
@@ -42,51 +42,51 @@ cdef int64_t combine_coded(Ruled* ruled, const void* const* sources, int64_t n, 
     for i in range(n):
         decoded[i] = made + (i + 1) * plain_bytes(code)
         for unit in range(code.n_units):
-            code_decode(code, unit, told.version, <const char*>sources[i] + unit * code.unit_bytes,
-                        <char*>decoded[i], work)
-    status = combine(ruled.how, decoded, n, made, told.version, told.refused, scratch)
+            code_decode(code, unit, rule_args.version,
+                        <const char*>sources[i] + unit * code.unit_bytes, <char*>decoded[i], work)
+    status = combine(ruled.how, decoded, n, made, rule_args.version, rule_args.refused, scratch)
     for unit in range(code.n_units):
-        code_encode(code, unit, told.version, made, ratio, dst + unit * code.unit_bytes, work)
+        code_encode(code, unit, rule_args.version, made, ratio, dst + unit * code.unit_bytes, work)
     return status
 
 
 cdef int64_t look_by_rule(const void* const* sources, int64_t n, void* dst, int64_t count,
                           const void* args) noexcept nogil:
-    """Look at a unit; dst is NULL. With the last one all is decided."""
-    cdef RuleArgs* told = <RuleArgs*>args
-    cdef Ruled* ruled = <Ruled*>told.state
+    """Look at a unit; dst is NULL. After the last one, weigh the updates."""
+    cdef RuleArgs* rule_args = <RuleArgs*>args
+    cdef Ruled* ruled = <Ruled*>rule_args.state
     cdef int64_t status = 1
-    memset(told.refused, 0, n)
+    memset(rule_args.refused, 0, n)
     if n:
-        status = look(ruled.how, sources, n, told.first, count, ruled.table)
-    if status == 1 and told.first + <uint64_t>count == ruled.how.count:
-        weigh(ruled.how, n, ruled.table, told.refused)
+        status = look(ruled.how, sources, n, rule_args.first, count, ruled.table)
+    if status == 1 and rule_args.first + <uint64_t>count == ruled.how.count:
+        weigh(ruled.how, n, ruled.table, rule_args.refused)
     return status
 
 
 cdef int64_t make_by_rule(const void* const* sources, int64_t n, void* dst, int64_t count,
                           const void* args) noexcept nogil:
-    cdef RuleArgs* told = <RuleArgs*>args
-    cdef Ruled* ruled = <Ruled*>told.state
+    cdef RuleArgs* rule_args = <RuleArgs*>args
+    cdef Ruled* ruled = <Ruled*>rule_args.state
     cdef char* scratch
     cdef int64_t made
     if ruled.table != NULL:
-        memset(told.refused, 0, n)      # was told with the look
-        return finish(ruled.how, sources, n, dst, told.first, count, ruled.table)
-    scratch = <char*>(<BufferPool>told.pool).c_loan(scratch_bytes(ruled, n))
+        memset(rule_args.refused, 0, n)      # the look has reported them
+        return finish(ruled.how, sources, n, dst, rule_args.first, count, ruled.table)
+    scratch = <char*>(<BufferPool>rule_args.pool).c_loan(scratch_bytes(ruled, n))
     if scratch == NULL:
         return E_NOMEM
     if ruled.code != NULL:
-        made = combine_coded(ruled, sources, n, <char*>dst, told, scratch)
+        made = combine_coded(ruled, sources, n, <char*>dst, rule_args, scratch)
     else:
-        made = combine(ruled.how, sources, n, dst, told.version, told.refused, scratch)
-    (<BufferPool>told.pool).c_give_back(scratch)
+        made = combine(ruled.how, sources, n, dst, rule_args.version, rule_args.refused, scratch)
+    (<BufferPool>rule_args.pool).c_give_back(scratch)
     return made
 
 
 @cython.final
 cdef class RuledRule:
-    """What a store is given for a partition under a rule: the rule, and what it keeps.
+    """The robust rule of a partition, and its state, for ServerStore.declare().
 
     coder: of a partition that travels encoded. is_at_once: units are partitions for
     all rules.
@@ -107,7 +107,7 @@ cdef class RuledRule:
                 and not is_at_once):
             self.room = <char*>calloc(1, combiner.how.scratch_bytes)
             if self.room == NULL:
-                raise MemoryError("no memory for what a rule keeps of a round")
+                raise MemoryError("no memory for the table of a robust rule")
             lay_out(&combiner.how, &self.table, self.room)
             self.ruled.table = &self.table
 
@@ -121,10 +121,10 @@ cdef class RuledRule:
 
     @property
     def look(self):
-        """Address of what looks at all units before any is made; 0: units are partitions."""
+        """Address of the function that looks at all units first; 0: units are partitions."""
         return <uintptr_t>look_by_rule if self.ruled.table != NULL else 0
 
     @property
     def state(self):
-        """Address of what it keeps."""
+        """Address of its state."""
         return <uintptr_t>&self.ruled

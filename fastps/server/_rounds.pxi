@@ -63,7 +63,7 @@ cdef void lend_lasting(Contribution* part, Entry* entry) noexcept nogil:
         if length < LASTING_FROM:
             continue
         if length > fps_load64(&store.lasting_left):
-            fps_add64(<int64_t*>&store.stats.buffers_not_kept, 1)
+            fps_add64(&store.stats.buffers_not_kept, 1)
             continue
         part.lasting[unit] = lend(entry, length)
         if part.lasting[unit] != NULL:
@@ -117,7 +117,7 @@ cdef void sum_spare(Entry* entry) noexcept nogil:
 
 
 cdef bint is_round_idle(Round* round) noexcept nogil:
-    """Who has begun to push sends the rest, also to a round that failed."""
+    """Return whether no bytes of a round land: a member that began to push sends the rest."""
     cdef Entry* entry = round.sum.entry
     cdef Contribution* part
     cdef uint32_t index
@@ -168,14 +168,14 @@ cdef void sum_free(Entry* entry) noexcept nogil:
 # ---------------------------------------------------------------- members that go
 
 cdef inline bint is_kept(Contribution* part) noexcept nogil:
-    """Tell whether a contribution is whole and stays when its pusher goes."""
+    """Return whether a contribution is whole and stays when its pusher leaves."""
     return part.state == PART_PULLED or (part.state == PART_WHOLE and not part.is_lent)
 
 
-cdef void blame_gone(Round* round) noexcept nogil:
-    """Fail a round that waits for somebody who left; entry.lock is held.
+cdef void fail_for_gone(Round* round) noexcept nogil:
+    """Fail a round that waits for a member that left; entry.lock is held.
 
-    Nor can it go on with what was only lent by one who left: the memory leaves with its owner.
+    Borrowed memory of such a member counts as missing: it goes with its owner.
     """
     cdef Entry* entry = round.sum.entry
     cdef uint32_t index, sender
@@ -189,7 +189,7 @@ cdef void blame_gone(Round* round) noexcept nogil:
 
 
 cdef bint is_read(Entry* entry, uint32_t index) noexcept nogil:
-    """Tell whether a sum still reads what a member, or anybody, has lent to a failed round."""
+    """Return whether a sum still reads memory that a member, or any, lent to a failed round."""
     cdef Sum* sum = <Sum*>entry.state
     cdef Round* round
     cdef bint is_any = False
@@ -220,7 +220,7 @@ cdef void fail_open(Entry* entry, uint32_t index, int status) noexcept nogil:
             if sum.rounds[i].state == OPEN and status:
                 fail_round(&sum.rounds[i], status, 0)
             elif sum.rounds[i].state == OPEN:
-                blame_gone(&sum.rounds[i])
+                fail_for_gone(&sum.rounds[i])
     pthread_mutex_unlock(&entry.lock)
     while sum != NULL and is_read(entry, index):    # without the lock: nobody waits but we
         sched_yield()
@@ -237,7 +237,7 @@ cdef void sum_fail(Entry* entry, int status) noexcept nogil:
 # ---------------------------------------------------------------- arrivals
 
 cdef void give_back_all(Round* round) noexcept nogil:
-    """Return what contributions of a failed round still hold, but where bytes land just now."""
+    """Return the buffers of a failed round, except those where bytes are landing."""
     cdef uint32_t index, unit
     for index in range(round.sum.entry.cast.n_members):
         for unit in range(round.sum.entry.n_units):
@@ -290,7 +290,7 @@ cdef int turn_over(Round* round, const Header* header) noexcept nogil:
 
 
 cdef bint lacks_quorum(Round* round, uint32_t index, const Header* header) noexcept nogil:
-    """Count who leaves its contribution out of a round that is the sum of all."""
+    """Count a contributor that only pulls; True: too few contributions are left."""
     cdef Cast* cast = round.sum.entry.cast
     if header.kind != KIND_PULL or header.flags & FLAG_BROADCAST or index >= cast.n_contributors:
         return False
@@ -299,7 +299,7 @@ cdef bint lacks_quorum(Round* round, uint32_t index, const Header* header) noexc
 
 
 cdef void join_round(Round* round, uint32_t index, const Header* header) noexcept nogil:
-    """A member's first frame of this round; entry.lock is held."""
+    """Note a member's first frame of this round; entry.lock is held."""
     cdef Contribution* part = &round.parts[index]
     part.state = PART_PUSHING if header.kind == KIND_PUSH else PART_PULLED
     part.wants_result = (not header.flags & FLAG_NO_RESULT
@@ -312,13 +312,13 @@ cdef void join_round(Round* round, uint32_t index, const Header* header) noexcep
     elif lacks_quorum(round, index, header):
         fail_round(round, E_MISMATCH, header.sender)
     else:
-        blame_gone(round)
+        fail_for_gone(round)
 
 
 cdef int enter_late(Round* round, uint32_t index, const Header* header) noexcept nogil:
     """Admit a frame of a round that failed so long ago that its slot is in use again.
 
-    Its bytes land where nobody reads them; its sender gets the error, as it would have then.
+    Its bytes are never read; its sender gets the error of that round.
     """
     if round.late.status == OK or round.parts[index].state != PART_ABSENT:
         return E_PROTOCOL
@@ -351,7 +351,7 @@ cdef int enter_round(Round* round, uint32_t index, const Header* header) noexcep
 
 
 cdef char* lend_place(Round* round, Contribution* part, const Header* header) noexcept nogil:
-    """Say where a frame lands: in its unit's lasting buffer, else the pool's; NULL: it is full."""
+    """Return where a frame lands: the lasting buffer of its unit, or a loan; NULL: no memory."""
     cdef Entry* entry = round.sum.entry
     cdef uint32_t unit = header.offset / entry.unit_bytes
     cdef char** buffer = &part.buffers[unit]
@@ -367,10 +367,10 @@ cdef char* lend_place(Round* round, Contribution* part, const Header* header) no
 
 cdef int place_contribution(Round* round, Contribution* part, const Header* header,
                             const char* payload, char** place) noexcept nogil:
-    """Note where a frame lies in its sender's memory, or give it a place of ours.
+    """Borrow a frame in its sender's memory, or set *place to a place of ours.
 
-    What is lent and will not be read any more is passed over; a unit of several frames has to be
-    in one piece, so these are copied, as is what is not aligned as kernels need it.
+    Frames that kernels cannot read in place are copied: those of a unit of several frames, and
+    those that are not aligned. A frame of a failed round is dropped.
     """
     cdef Entry* entry = round.sum.entry
     if (payload == NULL or <size_t>payload % entry.itemsize
@@ -402,7 +402,7 @@ cdef int sum_admit(Entry* entry, uint32_t index, Link* link, const Header* heade
 
 
 cdef void* sum_standing(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
-    """Where a frame of a later round lands: in a lasting buffer, if there is one."""
+    """Return where a frame of a later round lands: a lasting buffer, or NULL."""
     cdef Sum* sum
     cdef Contribution* part
     cdef uint32_t unit = header.offset / entry.unit_bytes
@@ -420,7 +420,7 @@ cdef void* sum_standing(Entry* entry, uint32_t index, const Header* header) noex
 
 
 cdef bint arrive(Round* round, uint32_t unit) noexcept nogil:
-    """Count one contribution to a unit; True: the caller is to hand on what is ready.
+    """Count one contribution to a unit; True: the caller must begin the ready units.
 
     entry.lock is held. Units become ready in order, and one thread at a time hands them on, so
     that results leave in order too.
@@ -437,7 +437,7 @@ cdef bint arrive(Round* round, uint32_t unit) noexcept nogil:
 
 
 cdef bint count_push(Round* round, Contribution* part, const Header* header) noexcept nogil:
-    """Take note of bytes that landed; True: as for arrive()."""
+    """Count bytes that landed; True: as for arrive()."""
     cdef Entry* entry = round.sum.entry
     part.landing = 0
     if round.version != header.key_version:

@@ -24,7 +24,7 @@ cdef inline bint is_lasting(Round* round, uint32_t unit, const char* buffer) noe
 # ---------------------------------------------------------------- errors
 
 cdef void round_error_sent(SendItem* item, int status) noexcept nogil:
-    """The entry may be forgotten as soon as the mark is off and nobody waits for it."""
+    """Mark an error as returned; the entry may be forgotten right after that."""
     cdef Error* error = <Error*>item.context
     cdef Sum* sum = error.sum
     if fps_cas32(&error.lent, LENT_OUT, LENT_NOT):
@@ -36,13 +36,13 @@ cdef void round_error_sent(SendItem* item, int status) noexcept nogil:
 
 
 cdef inline bint is_out(Error* error) noexcept nogil:
-    """Tell whether the last error is still with the link, which then calls when it is back."""
+    """Return whether the last error is still lent to the link, which reports its return."""
     return (fps_cas32(&error.lent, LENT_OUT, LENT_AWAITED)
             or fps_load32(&error.lent) == LENT_AWAITED)
 
 
 cdef bint has_results_out(Sum* sum) noexcept nogil:
-    """Tell whether something is lent or at work; if so, the last of it pays the errors."""
+    """Return whether results are lent or being made; if so, the last one sends the errors."""
     cdef bint is_any = False
     cdef int i
     for i in range(2):
@@ -75,13 +75,12 @@ cdef void pay_error(Error* error, Entry* entry, uint32_t index) noexcept nogil:
 
 
 cdef bint is_held_back(Error* error, uint32_t index) noexcept nogil:
-    """Tell whether a member must not hear of an error yet; entry.lock is held.
+    """Return whether an error must not leave yet; entry.lock is held.
 
-    Who may write into our buffers without asking writes its next version over the results of the
-    one before this, and may have results of this one written into what its user gets back: it
-    must not hear of this one's end before all of those have left. Who lent us memory takes it
-    back with the news: a sum that reads it just now has to end before. And the last error has to
-    be back: a peer that does not read gets one and no more.
+    A member that writes into our buffers without asking writes its next version over the results
+    of the version before. So all results must have left before it learns that this one failed. A
+    member takes lent memory back with the error, so a sum that reads it must end first. And the
+    last error must be back from the link: a peer that does not read gets one and no more.
     """
     cdef Round* round = error.round
     if error.sum.is_promised and has_results_out(error.sum):
@@ -117,8 +116,7 @@ cdef bint make_errors(Sum* sum) noexcept nogil:
 
 cdef void owe_error(Round* round, uint32_t index, uint32_t version,
                     Verdict* verdict) noexcept nogil:
-    """Tell a member that a version failed, at once or when it can do no harm; entry.lock is held.
-    """
+    """Send a member the error of a version, now or when it may leave; entry.lock is held."""
     cdef Error* error
     if not make_errors(round.sum):
         return          # without memory for an error it has to find out by its timeout
@@ -131,13 +129,13 @@ cdef void owe_error(Round* round, uint32_t index, uint32_t version,
 
 
 cdef inline void pay_as_last(Round* round) noexcept nogil:
-    """Pay what waited for the count to become 0; entry.lock is held."""
+    """Send the errors that waited for the count to become 0; entry.lock is held."""
     fps_and32(&round.in_flight, ~OWES)
     pay_errors(round.sum)
 
 
 cdef void let_go(Round* round) noexcept nogil:
-    """Something lent or at work is back; what waited for the last of them goes on.
+    """Count something lent or at work as back; after the last one, errors may leave.
 
     When nothing waits the count is the last that is touched: the entry may be forgotten then.
     """

@@ -1,48 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _policies.pyx: the layout of the synchronous sum.
 #
-# Sum, the first policy of the store: all push, the sum goes to all, one round after the other.
+# Sum, the first policy: all contributors push, and all readers get the sum, round after round.
 #
-# Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. A round goes
-# through the states and events of TRANSITIONS; nothing else decides what may follow what, and the
-# model in the tests goes by the same table. A contributor's frames land in a buffer that the pool
-# lends for a unit, which is a frame's chunk unless the rule needs more at once. When unit u of
-# everybody is there, one thread sums it in the order of the cast over the buffer of the first that
-# has one, gives the others back, and queues the result on the links of all readers at once; nobody
-# has to ask for it. The last link that has sent it gives its buffer back. So memory holds what
-# some have pushed and others have not, at most 2 x contributors x the bytes owned, usually a few
-# units; and the buffers lent are those used last, which the processor still has in its cache.
+# Theory of operation. Each key has two rounds; version v of a key uses rounds[v & 1]. TRANSITIONS
+# has the states and events of a round, and the model in the tests uses the same table. A
+# contributor's frames land in a buffer that the pool lends for a unit: a frame's chunk, unless the
+# rule needs more at once. When unit u of all contributors is there, one thread sums it in the
+# order of the cast, over the buffer of the first that has one. It returns the other buffers, and
+# queues the result on the links of all readers at once; no reader has to ask for it. The last link
+# that has sent the result returns its buffer. So memory holds what some have pushed and others
+# have not: at most 2 x contributors x the bytes owned, usually a few units. The buffers lent are
+# those used last, which the processor still has in its cache.
 #
-# A rule may want to look at all units before it makes any. Then a unit that is ready is looked at,
-# and kept; with the last one the first is made, and each that is made lets the next one be.
+# A rule may look at all units before it makes any. Then each ready unit is looked at and kept.
+# After the last one the first unit is made, and each unit that is made queues the next.
 #
-# A pusher in the store's own process lends its memory instead (adopt): it is read once, by the
-# sum, and never written. It stays readable until the pusher got the result of its last unit, by
-# when every unit was summed; or the ERROR of the round, which is held back while a sum reads and
-# after which none begins; or until its link ended, which fails every round that it lent to.
+# A pusher in the store's own process lends its memory instead (adopt). The sum reads it once, and
+# nothing writes it. It stays readable until the pusher got the result of its last unit, by when
+# every unit was summed; or until the ERROR of the round, which waits while a sum reads and after
+# which none begins; or until its link ended, which fails every round that it lent to.
 #
-# Over links whose peers write into our memory without asking, units have lasting buffers: the same
-# for every second round, kept from declaration on, 2 x contributors x the bytes owned up to a
-# bound. Tensors that were used and have no promise (parameters that are broadcast once) give
-# theirs up. All else of a key is made at its first use: a name that is only declared costs 200
-# bytes.
+# Where peers write into our memory without asking, units have lasting buffers: the same for every
+# second round, kept from declaration on, 2 x contributors x the bytes owned up to a bound. Tensors
+# that were used and have no promised places (parameters that are broadcast once) give them up. All
+# else of a key is made at its first use: a name that is only declared costs 200 bytes.
 #
 # Why two rounds suffice. A pusher pushes version v + 2 only after it has received all of v + 1.
-# That needs every pusher's push of v + 1, which each of them sends only after it has received all
-# of v. So when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. A
-# worker that breaks this is cut off (E_PROTOCOL), and a frame that comes before the link has said
-# that a result has left is put off (E_TIMEOUT), so a buffer in flight is never written. A round
-# v + 1 that fails breaks the chain: who writes without asking hears of that only when the results
+# That needs every pusher's push of v + 1, which each sends only after it has received all of v. So
+# when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. The link of a
+# worker that breaks this is cut (E_PROTOCOL). A frame that comes before the link has reported a
+# result as sent is put off (E_TIMEOUT), so a buffer in flight is never written. A round v + 1 that
+# fails breaks the chain: a member that writes without asking gets its error only when the results
 # of v have left.
 #
-# A PULL joins a round without a contribution. A broadcast is a round with one contribution, and
-# readers who do not contribute always pull; a contributor that pulls in another round leaves its
+# A PULL joins a round without a contribution. A broadcast is a round with one contribution.
+# Readers that do not contribute always pull. A contributor that pulls in another round leaves its
 # contribution out, and fails the round unless the quorum of the cast allows for that. A member
-# that left makes every round fail that it has not contributed to, with its number as the culprit.
+# that left fails every round that it has not contributed to, and is its culprit.
 #
-# Threads. admit and landed run on I/O threads, sums on the engine thread of the key (small units,
-# or all when there are no engines, on the I/O thread that brought the last arrival). entry.lock is
-# the only lock; no sum happens under it and nothing waits under it.
+# Threads. admit and landed run on I/O threads. Sums run on the engine thread of the key; small
+# units, and all units where there are no engines, on the I/O thread of the last arrival.
+# entry.lock is the only lock; no sum happens under it, and nothing waits under it.
 
 cpdef enum RoundState:
     IDLE = 0                    # never used

@@ -19,13 +19,13 @@ cdef inline bint step(Round* round, int event) noexcept nogil:
 
 
 cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
-    """Tell everybody who joined that this round will never complete; entry.lock is held."""
+    """Fail a round, with an error to all that joined it; entry.lock is held."""
     cdef uint32_t index
     if not step(round, FAIL):
         return
     round.verdict.status = status
     round.verdict.culprit = culprit
-    fps_add64(<int64_t*>&round.sum.entry.store.stats.rounds_failed, 1)
+    fps_add64(&round.sum.entry.store.stats.rounds_failed, 1)
     for index in range(round.sum.entry.cast.n_members):
         if round.parts[index].state != PART_ABSENT:
             owe_error(round, index, round.version, &round.verdict)
@@ -34,7 +34,7 @@ cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
 # ---------------------------------------------------------------- the rule
 
 cdef bint begin_sum(Round* round) noexcept nogil:
-    """Take hold of what was contributed; False: the round failed, what was lent may be gone."""
+    """Hold all contributions for a sum; False: the round failed, and lent memory may be gone."""
     cdef bint is_wanted
     pthread_mutex_lock(&round.sum.entry.lock)
     is_wanted = round.state != FAILED
@@ -46,7 +46,7 @@ cdef bint begin_sum(Round* round) noexcept nogil:
 
 cdef int64_t list_contributions(Round* round, uint32_t unit, const void** sources,
                                 int64_t* ours, uint32_t* keeper) noexcept nogil:
-    """List the contributions to a unit in the order of the cast; give their number.
+    """List the contributions to a unit in the order of the cast; return their number.
 
     ours: index of the first that lies in a buffer of the pool, and keeper: whose it is; -1: none.
     """
@@ -93,7 +93,7 @@ cdef void give_back_unit(Round* round, uint32_t unit) noexcept nogil:
         give_back_part(round, &round.parts[index], unit)
 
 
-cdef void blame_refused(Round* round, const uint8_t* refused) noexcept nogil:
+cdef void count_refusals(Round* round, const uint8_t* refused) noexcept nogil:
     """Blame the members whose contributions a rule refused, which come in their order."""
     cdef Entry* entry = round.sum.entry
     cdef uint32_t index
@@ -101,46 +101,61 @@ cdef void blame_refused(Round* round, const uint8_t* refused) noexcept nogil:
     for index in range(entry.cast.n_contributors):
         if has_data(&round.parts[index]):
             if refused[n]:
-                blame(entry, index)
+                count_refusal(entry, index)
             n += 1
 
 
-cdef void tell(Round* round, uint32_t unit, RuleArgs* args) noexcept nogil:
-    """Fill in what any rule may want to know."""
+cdef void fill_rule_args(Round* round, uint32_t unit, RuleArgs* args) noexcept nogil:
+    """Fill in the arguments of a rule."""
     cdef Entry* entry = round.sum.entry
-    args.divisor = 1            # an average is over all, however many of them one speaks for
+    args.divisor = 1            # only averages divide, by all workers
     args.unit, args.version = unit, round.version
     args.first = unit * <uint64_t>entry.unit_bytes / entry.itemsize
     args.state, args.pool = entry.rule_state, entry.store.pool
 
 
+cdef inline void count_work(Entry* entry, uint32_t length) noexcept nogil:
+    fps_add64(&entry.store.stats.chunks_summed, 1)
+    fps_add64(&entry.store.stats.bytes_summed, length)
+
+
+cdef inline int apply_rule(Round* round, uint32_t unit, uint32_t length, const void** sources,
+                           int64_t n, RuleArgs* args) noexcept nogil:
+    """Make a unit of round.sums of n contributions by the key's rule, and return their buffers."""
+    cdef Entry* entry = round.sum.entry
+    cdef int64_t made
+    probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
+    made = run_rule(entry.rule, sources, n, round.sums[unit], length / entry.itemsize, args)
+    if made != 1:
+        return <int>made if made < 0 else E_PROTOCOL
+    give_back_unit(round, unit)
+    count_work(entry, length)
+    return OK
+
+
 cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
-    """Make one unit by a rule that trusts nobody; apart from its sources, in the cast's order."""
+    """Make one unit by a robust rule: into a fresh buffer, sources in the order of the cast."""
     cdef const void* sources[MAX_VOICES]
     cdef uint8_t refused[MAX_VOICES]
     cdef Entry* entry = round.sum.entry
-    cdef int64_t ours, n, made
+    cdef int64_t ours, n
     cdef uint32_t keeper
+    cdef int status
     cdef RuleArgs args
     if entry.cast.n_contributors > MAX_VOICES:
         return E_MISMATCH
     n = list_contributions(round, unit, sources, &ours, &keeper)
-    tell(round, unit, &args)
+    fill_rule_args(round, unit, &args)
     args.refused = refused
     round.sums[unit] = lend(entry, length)
     if round.sums[unit] == NULL:
         return E_NOMEM
     if length == 0:
         return OK
-    probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
-    made = run_rule(entry.rule, sources, n, round.sums[unit], length / entry.itemsize, &args)
-    if made != 1:
-        return <int>made if made < 0 else E_PROTOCOL
-    blame_refused(round, refused)
-    give_back_unit(round, unit)
-    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
-    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
-    return OK
+    status = apply_rule(round, unit, length, sources, n, &args)
+    if status == OK:
+        count_refusals(round, refused)
+    return status
 
 
 cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
@@ -150,9 +165,8 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     cdef int64_t ours = -1
     cdef uint32_t keeper = 0
     cdef int64_t n = list_contributions(round, unit, sources, &ours, &keeper)
-    cdef int64_t made
     cdef RuleArgs args
-    tell(round, unit, &args)
+    fill_rule_args(round, unit, &args)
     if round.flags & FLAG_AVERAGE and not round.flags & FLAG_BROADCAST:
         args.divisor = entry.cast.divisor
     if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
@@ -166,14 +180,7 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
         return OK
     if length == 0:
         return OK
-    probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
-    made = run_rule(entry.rule, sources, n, round.sums[unit], length / entry.itemsize, &args)
-    if made != 1:
-        return <int>made if made < 0 else E_PROTOCOL
-    give_back_unit(round, unit)
-    fps_add64(<int64_t*>&entry.store.stats.chunks_summed, 1)
-    fps_add64(<int64_t*>&entry.store.stats.bytes_summed, length)
-    return OK
+    return apply_rule(round, unit, length, sources, n, &args)
 
 
 cdef inline int make_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
@@ -205,7 +212,7 @@ cdef bint end_unit(Round* round, uint32_t unit, bint was_summed, int status) noe
 
 
 cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
-    """All arrivals of a unit are in: sum it and send it to everybody."""
+    """Sum a unit whose contributions are all in, and send it to all readers."""
     cdef Entry* entry = round.sum.entry
     cdef uint32_t length = unit_length(entry, unit)
     cdef bint is_wanted = begin_sum(round)
@@ -223,7 +230,7 @@ cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
 
 
 cdef void hand_job(Round* round, uint32_t unit, job_fn run) noexcept nogil:
-    """Let the key's engine thread work on a unit."""
+    """Queue a unit for the key's engine thread."""
     cdef SumJob* job = &round.jobs[unit]
     job.base.run = run
     job.round = round
@@ -241,7 +248,7 @@ cdef void run_sum(Job* job) noexcept nogil:
 
 
 cdef void run_next(Job* job) noexcept nogil:
-    """Make a unit of those that were all looked at, and let the next one be made."""
+    """Make a unit after all were looked at, and queue the next one."""
     cdef SumJob* ours = <SumJob*>job
     cdef Round* round = ours.round
     cdef uint32_t next = ours.unit + 1
@@ -252,7 +259,7 @@ cdef void run_next(Job* job) noexcept nogil:
 
 
 cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
-    """Let the rule look at a unit; what was contributed stays."""
+    """Have the rule look at a unit, whose contributions stay."""
     cdef const void* sources[MAX_VOICES]
     cdef uint8_t refused[MAX_VOICES]
     cdef Entry* entry = round.sum.entry
@@ -262,18 +269,18 @@ cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
     if entry.cast.n_contributors > MAX_VOICES:
         return E_MISMATCH
     n = list_contributions(round, unit, sources, &ours, &keeper)
-    tell(round, unit, &args)
+    fill_rule_args(round, unit, &args)
     args.refused = refused
     status = run_rule(entry.look, sources, n, NULL, unit_length(entry, unit) / entry.itemsize,
                       &args)
     if status != 1:
         return <int>status if status < 0 else E_PROTOCOL
-    blame_refused(round, refused)
+    count_refusals(round, refused)
     return OK
 
 
 cdef bint end_look(Round* round, int status) noexcept nogil:
-    """Let go of what was contributed; False: the round failed."""
+    """Release the contributions; False: the round failed."""
     cdef bint is_open
     pthread_mutex_lock(&round.sum.entry.lock)
     fps_add32(&round.summing, -1)

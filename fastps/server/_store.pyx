@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The store: looks keys up, checks frames, knows links and members that go. No GIL on the way.
+"""The store: looks keys up, checks frames, knows the links and the members that leave.
 
 Theory of operation. A frame names a key; the table has an entry for each, and the entry a cast
 (who contributes, who reads) and a policy. What can be said against a frame without looking at a
@@ -8,15 +8,16 @@ length that does not fit. The rest is the policy's: _policies.pxd is the seam, a
 policies stand behind it. Casts are shared between entries; a frame finds its sender's place by
 one look into a table of its cast.
 
-The workers of one machine speak with one voice: for each key, one of them pushes what they have
-summed up among themselves, and gets the result. The cast says who.
+The workers of one machine make one contribution: for each key, one of them pushes their sum and
+gets the result. The cast says which worker.
 
-A key can be forgotten while links are up. First its frames are put off (is_leaving), until every
-I/O thread was outside the store once (Seat.busy) and so knows of that. If the policy then says
-that nothing of it is lent, landing or at work, peers lose the places that they were promised, the
-table lets go of it, and once more all must be outside before it is freed; else all goes on as
-before. Whatever brings a policy's last count to zero must touch the entry no more. An id may be
-used again: its versions go on (born), so that what comes late is none of the new tensor's.
+A key can be forgotten while links are up, as in RCU. First its frames are put off (is_leaving),
+until every I/O thread was outside the store once (LinkState.in_callback) and so knows of that. If
+the policy then says that nothing of it is lent, landing or at work, peers lose the places that
+they were promised, the table drops it, and once more all threads must be outside before it is
+freed; else all goes on as before. The thread that brings a policy's last count to zero must not
+touch the entry any more. An id may be used again: its versions go on (born), so that late frames
+are not taken for the new tensor's.
 
 Threads. landing, adopt, deliver and closed run on I/O threads, one at a time for each link; the
 rule runs on engine threads, each of which has keys of its own, or on I/O threads where there is
@@ -78,14 +79,14 @@ cdef inline Entry* find_entry(Store* store, uint64_t key) noexcept nogil:
 
 
 cdef inline LinkState* enter_callback(Store* store, Link* link) noexcept nogil:
-    """Say that this link's thread may hold an entry, until seat.busy is 0 again."""
-    cdef LinkState* seat = &store.seats[link.peer * store.lanes + link.lane]
-    fps_swap32(&seat.busy, 1)
-    return seat
+    """Note that this link's thread may hold an entry, until in_callback is 0 again."""
+    cdef LinkState* state = &store.links[link.peer * store.lanes + link.lane]
+    fps_swap32(&state.in_callback, 1)
+    return state
 
 
 cdef inline uint32_t root_of(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
-    """The only subject that a frame may have: the contributor whose data a broadcast carries."""
+    """Return the only valid subject of a frame: the contributor whose data a broadcast carries."""
     if not header.flags & FLAG_BROADCAST:
         return 0
     return index if header.kind == KIND_PUSH else min(header.subject,
@@ -93,7 +94,7 @@ cdef inline uint32_t root_of(Entry* entry, uint32_t index, const Header* header)
 
 
 cdef int check_member(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
-    """Contributors push, readers pull."""
+    """Return OK if a member may send this frame: contributors push, readers pull."""
     if index == NOBODY or header.subject != root_of(entry, index, header):
         return E_PROTOCOL
     if header.kind == KIND_PUSH:
@@ -102,7 +103,7 @@ cdef int check_member(Entry* entry, uint32_t index, const Header* header) noexce
 
 
 cdef int check_place(Entry* entry, const Header* header) noexcept nogil:
-    """A push comes in whole chunks, a pull has no bytes."""
+    """Return OK if the bytes of a frame fit: a push has whole chunks, a pull none."""
     cdef uint32_t nbytes = bytes_of(entry, header)
     if header.kind == KIND_PULL:
         return OK if header.length == 0 and header.offset == 0 else E_PROTOCOL
@@ -114,7 +115,7 @@ cdef int check_place(Entry* entry, const Header* header) noexcept nogil:
 
 
 cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept nogil:
-    """Whatever can be said against a header without looking at the key's state."""
+    """Return OK if a frame is valid as far as that is known without the key's state."""
     if entry == NULL or header.dtype != entry.dtype or header.sender != link.peer:
         return E_PROTOCOL
     if header.key_version <= entry.born or link.lane != entry.lane:
@@ -129,7 +130,7 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
 cdef int ask(Store* store, Link* link, const Header* header, const char* payload,
              char** place) noexcept nogil:
     """Ask the key's policy where a frame goes."""
-    cdef LinkState* seat = enter_callback(store, link)
+    cdef LinkState* state = enter_callback(store, link)
     cdef Entry* entry = find_entry(store, header.key)
     cdef int status = check_frame(entry, link, header)
     if status == OK and fps_load32(&entry.is_leaving):
@@ -138,7 +139,7 @@ cdef int ask(Store* store, Link* link, const Header* header, const char* payload
         status = entry.policy.admit(entry, entry.cast.index_of[link.peer], link, header, payload,
                                     place)
         probe_hit(PROBE_SERVER_LANDING, header.key, header.key_version)
-    fps_store32(&seat.busy, 0)
+    fps_store32(&state.in_callback, 0)
     return status
 
 
@@ -160,28 +161,28 @@ cdef int store_adopt(void* context, Link* link, const Header* header,
 
 cdef void* store_standing(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef LinkState* seat = enter_callback(store, link)
+    cdef LinkState* state = enter_callback(store, link)
     cdef Entry* entry = find_entry(store, header.key)
     cdef void* place = NULL
     if check_frame(entry, link, header) == OK and not fps_load32(&entry.is_leaving):
         place = entry.policy.standing(entry, entry.cast.index_of[link.peer], header)
-    fps_store32(&seat.busy, 0)
+    fps_store32(&state.in_callback, 0)
     return place
 
 
 cdef int store_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef LinkState* seat
+    cdef LinkState* state
     cdef Entry* entry
     if header.kind == KIND_PUSH:    # what lands keeps its entry
         entry = find_entry(store, header.key)
         entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
         return OK
-    seat = enter_callback(store, link)
+    state = enter_callback(store, link)
     entry = find_entry(store, header.key)
     if entry != NULL and header.key_version > entry.born:   # else it was forgotten meanwhile
         entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
-    fps_store32(&seat.busy, 0)
+    fps_store32(&state.in_callback, 0)
     return OK
 
 
@@ -192,20 +193,20 @@ cdef void tell_gone(void* record, void* context) noexcept nogil:
     cdef uint32_t sender = (<uint32_t*>context)[0]
     cdef Entry* entry
     cdef uint32_t i
-    for i in range(tensor.n_partitions):
-        entry = tensor.entries[i]
-        if entry != NULL and entry.cast.index_of[sender] != NOBODY:
+    for i in range(tensor.n_owned):
+        entry = tensor.owned[i]
+        if entry.cast.index_of[sender] != NOBODY:
             entry.policy.gone(entry, entry.cast.index_of[sender])
 
 
 cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
     cdef Store* store = <Store*>context
-    cdef LinkState* seat = enter_callback(store, link)
-    slot_retire(&seat.slot)
+    cdef LinkState* state = enter_callback(store, link)
+    slot_retire(&state.slot)
     if fps_swap32(&store.gone[link.peer], status) == OK:
         fps_add32(&store.n_gone, 1)
         table_each(store.tensors, tell_gone, &link.peer)
-    fps_store32(&seat.busy, 0)
+    fps_store32(&state.in_callback, 0)
     fps_add32(&store.links_open[link.peer], -1)     # forget() may free the tensors now
     ring_news(store)
 
@@ -243,15 +244,14 @@ cdef void free_entry(Entry* entry) noexcept nogil:
 
 cdef void free_tensor(void* record, void* context) noexcept nogil:
     cdef Tensor* tensor = <Tensor*>record
-    cdef uint32_t index
-    for index in range(tensor.n_partitions):
-        if tensor.entries[index] != NULL:
-            free_entry(tensor.entries[index])
+    cdef uint32_t i
+    for i in range(tensor.n_owned):
+        free_entry(tensor.owned[i])
     free(tensor)
 
 
 cdef Entry* make_entry(const Entry* model, uint32_t nbytes, bint is_whole) noexcept nogil:
-    """Make an entry like another, of so many bytes; is_whole: the rule needs all of them."""
+    """Make an entry like the model, of nbytes; is_whole: its unit is the partition."""
     cdef Entry* entry = <Entry*>calloc(1, sizeof(Entry))
     if entry == NULL:
         return NULL
@@ -272,8 +272,8 @@ include "_contract_fields.pxi"
 
 cdef bint is_idle(Tensor* tensor) noexcept nogil:
     cdef uint32_t i
-    for i in range(tensor.n_partitions):
-        if tensor.entries[i] != NULL and not tensor.entries[i].policy.is_idle(tensor.entries[i]):
+    for i in range(tensor.n_owned):
+        if not tensor.owned[i].policy.is_idle(tensor.owned[i]):
             return False
     return True
 
@@ -281,9 +281,8 @@ cdef bint is_idle(Tensor* tensor) noexcept nogil:
 cdef void spare_tensor(void* record, void* context) noexcept nogil:
     cdef Tensor* tensor = <Tensor*>record
     cdef uint32_t i
-    for i in range(tensor.n_partitions):
-        if tensor.entries[i] != NULL:
-            tensor.entries[i].policy.spare(tensor.entries[i])
+    for i in range(tensor.n_owned):
+        tensor.owned[i].policy.spare(tensor.owned[i])
 
 
 cdef struct Search:
@@ -295,20 +294,19 @@ cdef void look_at_deadlines(void* record, void* context) noexcept nogil:
     cdef Tensor* tensor = <Tensor*>record
     cdef Search* search = <Search*>context
     cdef uint32_t i
-    for i in range(tensor.n_partitions):
-        if tensor.entries[i] != NULL and tensor.entries[i].gathers:
-            search.next = min(search.next, look_at_deadline(tensor.entries[i], search.now))
+    for i in range(tensor.n_owned):
+        if tensor.owned[i].gathers:
+            search.next = min(search.next, look_at_deadline(tensor.owned[i], search.now))
 
 
 cdef void set_leaving(Tensor* tensor, int32_t is_leaving) noexcept nogil:
     cdef uint32_t i
-    for i in range(tensor.n_partitions):
-        if tensor.entries[i] != NULL:
-            fps_store32(&tensor.entries[i].is_leaving, is_leaving)
+    for i in range(tensor.n_owned):
+        fps_store32(&tensor.owned[i].is_leaving, is_leaving)
 
 
 cdef void withdraw_places(Entry* entry) noexcept nogil:
-    """Let nobody write to a key's buffers without asking any more."""
+    """Withdraw the places where peers write without asking."""
     cdef uint32_t index
     cdef Link* link
     for index in range(entry.cast.n_members):
@@ -322,9 +320,8 @@ cdef void withdraw_places(Entry* entry) noexcept nogil:
 
 cdef void withdraw_all(Tensor* tensor) noexcept nogil:
     cdef uint32_t i
-    for i in range(tensor.n_partitions):
-        if tensor.entries[i] != NULL:
-            withdraw_places(tensor.entries[i])
+    for i in range(tensor.n_owned):
+        withdraw_places(tensor.owned[i])
 
 
 cdef bint wait_quiescent(Store* store, int64_t deadline) noexcept nogil:
@@ -332,7 +329,7 @@ cdef bint wait_quiescent(Store* store, int64_t deadline) noexcept nogil:
     cdef uint32_t i
     fps_fence()
     for i in range(store.n_members * store.lanes):
-        while fps_load32(&store.seats[i].busy):
+        while fps_load32(&store.links[i].in_callback):
             if now_ns() > deadline:
                 return False
             sched_yield()
@@ -370,7 +367,7 @@ cdef class ServerStore(LinkOwner):
     def __cinit__(self, BufferPool pool not None, *, uint32_t member, uint32_t n_members,
                   uint32_t lanes=1, int engine_threads=1):
         if not 0 < n_members <= contract.MAX_CAST:
-            raise ValueError(f"n_members must be 1 to {contract.MAX_CAST}, not {n_members}")
+            raise ValueError(f"n_members must be 1 to {contract.MAX_CAST}, got {n_members}")
         self.pool = pool
         self.casts = {}
         self.states = {}
@@ -384,13 +381,13 @@ cdef class ServerStore(LinkOwner):
         self.store.n_members = n_members
         self.store.lanes = lanes
         self.store.tensors = <IdTable*>calloc(1, sizeof(IdTable))
-        self.store.seats = <LinkState*>calloc(n_members * lanes, sizeof(LinkState))
+        self.store.links = <LinkState*>calloc(n_members * lanes, sizeof(LinkState))
         self.store.gone = <int32_t*>calloc(n_members, sizeof(int32_t))
         self.store.links_open = <int32_t*>calloc(n_members, sizeof(int32_t))
         self.store.refused = <int64_t*>calloc(n_members, sizeof(int64_t))
         self.store.refused_key = <int64_t*>calloc(n_members, sizeof(int64_t))
         self.store.engines = <Engine*>calloc(2 * engine_threads + 1, sizeof(Engine))
-        if (self.store.tensors == NULL or self.store.seats == NULL or self.store.gone == NULL
+        if (self.store.tensors == NULL or self.store.links == NULL or self.store.gone == NULL
                 or self.store.links_open == NULL or self.store.engines == NULL
                 or self.store.refused == NULL or self.store.refused_key == NULL):
             raise MemoryError("no memory for the store")
@@ -424,14 +421,16 @@ cdef class ServerStore(LinkOwner):
 
     cdef int c_attach(self, Link* link) except -1:
         if link.peer >= self.store.n_members or link.lane >= self.store.lanes:
-            raise ValueError(f"rank {link.peer}, lane {link.lane} is not part of this job")
-        cdef LinkState* seat = &self.store.seats[link.peer * self.store.lanes + link.lane]
-        if seat.slot.link != NULL:
+            raise ValueError(
+                f"rank {link.peer}, lane {link.lane} is not part of this job of "
+                f"{self.store.n_members} members with {self.store.lanes} links each")
+        cdef LinkState* state = &self.store.links[link.peer * self.store.lanes + link.lane]
+        if state.slot.link != NULL:
             raise ValueError(f"rank {link.peer} is already connected")
         if fps_swap32(&self.store.gone[link.peer], OK) != OK:
             fps_add32(&self.store.n_gone, -1)
         fps_add32(&self.store.links_open[link.peer], 1)
-        slot_set(&seat.slot, link)
+        slot_set(&state.slot, link)
         return 0
 
     def declare(self, uint64_t tensor_id, *, uint32_t n_partitions, partitions, uint8_t dtype,
@@ -456,7 +455,9 @@ cdef class ServerStore(LinkOwner):
         cdef Tensor* tensor
         cdef Entry model
         if tensor_id >= MAX_RECORDS:
-            raise FastPSError(f"more than {MAX_RECORDS} tensors were declared")
+            raise FastPSError(
+                f"tensor id {tensor_id} exceeds the limit of {MAX_RECORDS} tensors; forget some "
+                "first")
         contract.check_policy(policy, is_whole, staleness, [cast for _, _, cast in partitions],
                               is_coded=coders is not None)
         memset(&model, 0, sizeof(model))
@@ -477,10 +478,11 @@ cdef class ServerStore(LinkOwner):
             if table_get(self.store.tensors, tensor_id) != NULL:
                 return
             casts = [self.intern(cast) for _, _, cast in partitions]
-            tensor = <Tensor*>calloc(1, sizeof(Tensor) + n_partitions * sizeof(Entry*))
+            tensor = <Tensor*>calloc(1, sizeof(Tensor) + 2 * n_partitions * sizeof(Entry*))
             if tensor == NULL:
-                raise MemoryError("no memory for a tensor")
+                raise MemoryError(f"no memory for tensor {tensor_id} of {n_partitions} partitions")
             tensor.n_partitions = n_partitions
+            tensor.owned = tensor.entries + n_partitions
             try:
                 fill_tensor(self, tensor, &model, tensor_id, zip(partitions, casts), states,
                             coders, chunk_bytes if unit == contract.Unit.CHUNK else 0,
@@ -488,7 +490,7 @@ cdef class ServerStore(LinkOwner):
                 if states or coders:
                     self.states[tensor_id] = (states, coders)
                 if not table_put(self.store.tensors, tensor_id, tensor):
-                    raise MemoryError("no memory for the tensor table")
+                    raise MemoryError(f"no memory to enter tensor {tensor_id} in the table")
             except BaseException:
                 free_tensor(tensor, NULL)
                 self.states.pop(tensor_id, None)
@@ -496,16 +498,18 @@ cdef class ServerStore(LinkOwner):
             self.n_tensors += 1
 
     cdef uintptr_t intern(self, cast) except 0:
-        """Give the address of the one C record of equal casts."""
+        """Return the address of the one C record of equal casts."""
         cdef Cast* made
         cdef uint32_t sender, index
         if cast in self.casts:
             return self.casts[cast]
         if max(cast.members) >= self.store.n_members:
-            raise ValueError(f"{max(cast.members)} is not part of this job, but of {cast}")
+            raise ValueError(
+                f"member {max(cast.members)} is not part of this job of {self.store.n_members} "
+                f"members, but of {cast}")
         made = make_cast(len(cast.members), self.store.n_members)
         if made == NULL:
-            raise MemoryError("no memory for a cast")
+            raise MemoryError(f"no memory for {cast}")
         made.n_contributors = len(cast.contributors)
         made.quorum = cast.quorum
         made.divisor = cast.divisor
@@ -526,10 +530,10 @@ cdef class ServerStore(LinkOwner):
             table_each(self.store.tensors, spare_tensor, NULL)
 
     def fail_tensor(self, uint64_t tensor_id, int status):
-        """Fail every operation on a tensor that is not complete, and every later one.
+        """Fail every incomplete operation on a tensor, and every later one.
 
-        When this returns, no memory that pushers lent for it is read any more. An unknown tensor
-        is passed over.
+        When this returns, memory that pushers lent is not read any more. Ignores an unknown
+        tensor.
         """
         cdef Tensor* tensor
         cdef uint32_t i
@@ -538,20 +542,21 @@ cdef class ServerStore(LinkOwner):
             if tensor == NULL:
                 return
             with nogil:
-                for i in range(tensor.n_partitions):
-                    if tensor.entries[i] != NULL:
-                        tensor.entries[i].policy.fail(tensor.entries[i], status)
+                for i in range(tensor.n_owned):
+                    tensor.owned[i].policy.fail(tensor.owned[i], status)
 
     def forget_tensor(self, uint64_t tensor_id, *, double timeout_s):
-        """Drop one tensor that nobody uses any more; its id may be declared again.
+        """Drop one tensor that is not in use any more; its id may be declared again.
 
-        Raises StallError when something of it is still lent, landing or at work, or a round is
-        open, after timeout_s seconds: it stays then. An unknown tensor is passed over.
+        Raises StallError, and keeps it, when after timeout_s seconds something of it is lent,
+        landing or at work, or a round is open. Ignores an unknown tensor.
         """
         cdef int64_t deadline = deadline_of(timeout_s)
         while not self.try_forget(tensor_id, deadline):
             if now_ns() > deadline:
-                raise StallError(f"tensor {tensor_id} is still in use after {timeout_s:g} s")
+                raise StallError(
+                    f"tensor {tensor_id} is still in use after {timeout_s:g} s; wait for its "
+                    "operations first")
             time.sleep(_NAP_S)
 
     cdef bint try_forget(self, uint64_t tensor_id, int64_t deadline) except -1:
@@ -578,14 +583,13 @@ cdef class ServerStore(LinkOwner):
 
     cdef int unburden_engines(self, Tensor* tensor) except -1:
         cdef uint32_t i
-        for i in range(tensor.n_partitions):
-            if tensor.entries[i] != NULL and not tensor.entries[i].is_ruled and (
-                    tensor.entries[i].engine >= 0):
-                self.engine_bytes[tensor.entries[i].engine] -= tensor.entries[i].nbytes
+        for i in range(tensor.n_owned):
+            if not tensor.owned[i].is_ruled and tensor.owned[i].engine >= 0:
+                self.engine_bytes[tensor.owned[i].engine] -= tensor.owned[i].nbytes
         return 0
 
     cdef int engine_of_rules(self) except -2:
-        """Start as many threads for rules as sum, after these; keys take them in turn."""
+        """Return a thread for rules, of as many as sum; start them first if there are none."""
         cdef int first = len(self.engine_bytes), n = max(first, 1)
         for i in range(self.store.n_engines, first + n):
             self.start_engine(i)
@@ -600,7 +604,7 @@ cdef class ServerStore(LinkOwner):
         return least
 
     def wait_news(self, *, double timeout_s):
-        """Wait until a link ends; give {rank: status} of all members that are gone.
+        """Wait until a link ends; return {rank: status} of all members that are gone.
 
         Status -6: the link was cut because the pool could not hold what the member pushed.
         """
@@ -616,8 +620,7 @@ cdef class ServerStore(LinkOwner):
         }
 
     def refusals(self):
-        """Give, for each member of which rules refused updates, their number and the first's key.
-        """
+        """Return {rank: (number, key of the first)} of the updates that rules refused."""
         return {
             rank: (fps_load64(&self.store.refused[rank]), self.store.refused_key[rank])
             for rank in range(self.store.n_members) if fps_load64(&self.store.refused[rank])
@@ -654,7 +657,7 @@ cdef class ServerStore(LinkOwner):
         return found
 
     def wake(self):
-        """Let wait_news() return now."""
+        """Make wait_news() return now."""
         ring_news(self.store)
 
     def forget(self, *, double timeout_s):
@@ -670,7 +673,9 @@ cdef class ServerStore(LinkOwner):
                 busy += fps_load32(&self.store.links_open[rank])
             busy += fps_load32(&self.store.jobs_open)   # last: without links come no new jobs
             if busy and now_ns() > deadline:
-                raise StallError(f"{busy} links or sums are still alive after {timeout_s:g} s")
+                raise StallError(
+                    f"{busy} links or sums are still alive after {timeout_s:g} s; close the links "
+                    "first")
             if busy:
                 time.sleep(_NAP_S)
         with self.face_lock:
@@ -691,18 +696,18 @@ cdef class ServerStore(LinkOwner):
         return 0
 
     def statistics(self):
-        """Count chunks and bytes summed, rounds failed and tensors declared, as a dict.
+        """Return counts of chunks, bytes, failed rounds and tensors, as a dict.
 
-        Of updates that rules refused, all, and those of each worker that sent some.
+        And of updates that rules refused: of all workers, and of each that sent some.
         """
         cdef StoreStats* stats = &self.store.stats
         counts = {rank: count for rank, (count, _) in self.refusals().items()}
         blamed = {f"updates_refused_of_worker_{rank}": n for rank, n in counts.items()}
         return {
-            "chunks_summed": fps_load64(<int64_t*>&stats.chunks_summed),
-            "bytes_summed": fps_load64(<int64_t*>&stats.bytes_summed),
-            "rounds_failed": fps_load64(<int64_t*>&stats.rounds_failed),
-            "buffers_not_kept": fps_load64(<int64_t*>&stats.buffers_not_kept),
+            "chunks_summed": fps_load64(&stats.chunks_summed),
+            "bytes_summed": fps_load64(&stats.bytes_summed),
+            "rounds_failed": fps_load64(&stats.rounds_failed),
+            "buffers_not_kept": fps_load64(&stats.buffers_not_kept),
             "tensors": self.n_tensors,
             "updates_refused": sum(counts.values()),
         } | blamed
@@ -736,7 +741,7 @@ cdef class ServerStore(LinkOwner):
         if self.store.tensors != NULL:
             self.drop_all()
         free(self.store.tensors)
-        free(self.store.seats)
+        free(self.store.links)
         free(self.store.gone)
         free(self.store.links_open)
         free(self.store.refused)
