@@ -497,7 +497,7 @@ class Session(ForgetMixin):
                 priority=priorities[0],
             )  # fmt: skip
             return self._handle([ticket], outputs, _reduction(average), is_single=True)
-        how: dict[str, Any] = {"average": average, "gives": gives, "priorities": priorities}
+        how: dict[str, Any] = {"average": average, "contributes": gives, "priorities": priorities}
         tickets = self._submit(names, self._engine.start_many, tensors, arrays, outputs, **how)
         return self._handle(tickets, outputs, _reduction(average), is_single=is_single)
 

@@ -2,7 +2,7 @@
 """The engine of one worker: sends the parts of tensors, lands their results.
 
 Decides which stages a part visits (shared memory, codec, links) and when an operation is complete.
-Must never know a framework, a session, or what an owner does with a push. Threads: callers start
+Must never know a framework, a session, or the policy of an owner. Threads: callers start
 with the GIL, links and helpers complete without it.
 Read _stage.pxd (what a stage promises), _engine.pyx, _remote.pxi (links), _plan.pyx (tensors and
 the other stages), _local*.pxi (ranks of one machine), handle.py (what callers wait for).

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _plan.pyx.
 #
-# COMPRESS and DECOMPRESS: what encodes parts before the links and decodes what comes back.
+# COMPRESS and DECOMPRESS: the stages that encode parts before the links and decode the results.
 #
-# Two stages and one queue, most urgent first, for threads of our own: encoding takes longer than
-# an I/O thread may, and the user computes meanwhile. A part keeps its code and the memory it
-# encodes to from declaration on (Part.code, Part.wire); results land where it was pushed from, and
-# are decoded into the user's output. One part is in one stage at a time, so nothing of it is
-# locked.
+# Both stages share one queue, most urgent first, and threads of their own: encoding takes longer
+# than an I/O thread may, and the user computes meanwhile. A part keeps its code and the memory of
+# its encoded bytes from declaration on (Part.code, Part.wire). Results land where the part was
+# pushed from, and are decoded into the user's output. A part is in one stage at a time, so it
+# needs no lock.
 
 cdef enum:
     MAX_CODEC_THREADS = 64
@@ -23,7 +23,7 @@ cdef struct Scratch:
 
 
 cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
-    """Do a part's work: all of its units."""
+    """Encode or decode all units of a part."""
     cdef Code* code = <Code*>part.code
     cdef Record* record = part.record
     cdef char* wire = part.wire
@@ -50,27 +50,22 @@ cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
     return OK
 
 
-cdef int trace_code(Works* works, Part* part, Scratch* scratch) noexcept nogil:
-    cdef int64_t began = now_ns()
-    cdef int status = code_part(works, part, scratch)
-    trace_span(SPAN_DECODE if part.is_back else SPAN_ENCODE, key_of(part),
-               part.record.version, 0, part.nbytes, began, now_ns())
-    return status
-
-
 cdef void works_main(void* arg) noexcept nogil:
     cdef Works* works = <Works*>arg
     cdef Scratch scratch
     cdef Part* part
+    cdef int64_t began
     cdef int status
     scratch.place = NULL
     scratch.nbytes = 0
     while queue_pop(works.queue, <void**>&part, INT64_MAX) == OK:
         status = fps_load32(&part.failing)      # it was given up meanwhile
-        if status == OK and is_traced(part.record.version):
-            status = trace_code(works, part, &scratch)
-        elif status == OK:
+        if status == OK:
+            began = now_ns() if is_traced(part.record.version) else 0
             status = code_part(works, part, &scratch)
+            if began:
+                trace_span(SPAN_DECODE if part.is_back else SPAN_ENCODE, key_of(part),
+                           part.record.version, 0, part.nbytes, began, now_ns())
         stage_done(part, status)
     free(scratch.place)
 
@@ -83,7 +78,7 @@ cdef void hand_over(Stage* stage, Part* part) noexcept nogil:
 
 
 cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
-    """Encode what is pushed; what is left out of a round leaves what the codec keeps as it is."""
+    """Encode a push; a pull leaves residual and momentum as they are."""
     part.is_back = False
     if part.record.kind == KIND_PULL or part.record.flags & FLAG_PLAIN:
         stage_done(part, part.status)
@@ -100,13 +95,13 @@ cdef void decode_run(Stage* stage, Part* part) noexcept nogil:
 
 
 cdef void codec_cancel(Stage* stage, Part* part) noexcept nogil:
-    """The threads look at part.failing; nothing keeps a part here for long."""
+    """Do nothing: the threads look at part.failing, and a part is here for a short time only."""
 
 
 @cython.no_gc_clear
 @cython.final
 cdef class Encoding(StageHolder):
-    """The stage before the links; has the threads, none until go() is called."""
+    """The stage before the links; owns the threads, which go() starts."""
 
     cdef Works works
     cdef Thread* threads[MAX_CODEC_THREADS]
@@ -119,27 +114,27 @@ cdef class Encoding(StageHolder):
         self.stage.wants = SPEAKS | CODED
         self.works.queue = queue_create(0, 64)
         if self.works.queue == NULL:
-            raise MemoryError("no memory for the queue of a codec")
+            raise MemoryError("no memory for the queue of the codec threads")
 
     def go(self, int n_threads):
-        """Start as many threads, if there are none yet."""
+        """Start threads until there are n_threads."""
         cdef Thread* thread
         while self.n_threads < min(n_threads, MAX_CODEC_THREADS):
             thread = thread_create(b"codec", self.n_threads, works_main, &self.works)
             if thread == NULL:
-                raise FastPSError("cannot start a thread of the codec; check `ulimit -u`")
+                raise FastPSError("cannot start a codec thread; check `ulimit -u`")
             self.threads[self.n_threads] = thread
             self.n_threads += 1
 
     def statistics(self):
-        """Count bytes encoded, before and after."""
+        """Return the bytes before and after encoding, as a dict."""
         return {
             "bytes_before_compression": fps_load64(&self.works.bytes_before),
             "bytes_after_compression": fps_load64(&self.works.bytes_after),
         }
 
     def close(self, *, double timeout_s):
-        """Refuse what comes, and tell whether the threads ended in time."""
+        """Refuse further parts; return whether the threads ended in time."""
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int status
         queue_close(self.works.queue)
@@ -158,7 +153,7 @@ cdef class Encoding(StageHolder):
 
 @cython.final
 cdef class Decoding(StageHolder):
-    """The stage after the links, on the threads of another."""
+    """The stage after the links, on the threads of `encoding`."""
 
     cdef Encoding encoding      # keeps it
 

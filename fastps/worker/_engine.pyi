@@ -51,7 +51,7 @@ class WorkerEngine(LinkOwner):
         *,
         average: bool = False,
         priorities: Sequence[int],
-        gives: bool = True,
+        contributes: bool = True,
     ) -> list[Ticket]: ...
     def start_broadcast(
         self,

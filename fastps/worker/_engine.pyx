@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's engine: declares tensors, starts operations, and sends their parts on their way.
+"""The worker's engine: declares tensors and starts operations, whose parts then pass the stages.
 
 Theory of operation. Declaring a tensor makes all its records; starting an operation only fills
-them in and gives each part to the first stage of the plan (see _stage.pxd). Apart from others the
+them in and passes each part to the first stage of the plan (see _stage.pxd). Apart from others the
 plan is one stage, the links to the servers; on a machine of several ranks their shared memory
 (_local*.pxi) comes before, and after it for what returns. An operation is done when all its parts
-are through; so whoever sees the completion may free the arrays, whatever happened.
+are through; so a caller that sees the completion may free the arrays, in any case.
 
 Links. A part leaves as one SendItem, and its results land straight in the output array, which may
 be the input array: a result chunk can only arrive after the owner had all of our chunk. The stage
@@ -14,7 +14,7 @@ link ends all links: a synchronous job cannot go on without one of its servers, 
 nothing can land in arrays that the user takes back.
 
 Threads. start() runs on user threads under the GIL; landing, deliver, sent and closed run on I/O
-threads without it. Part.is_waiting is swapped to 0 by whoever finishes the part. I/O threads read
+threads without it. The thread that finishes a part swaps Part.is_waiting to 0. I/O threads read
 records without a lock: forget() waits until no callback that began before is under way.
 """
 
@@ -74,7 +74,7 @@ include "_remote.pxi"
 @cython.no_gc_clear             # I/O threads use the tensors until the links have ended
 @cython.final
 cdef class WorkerEngine(LinkOwner):
-    """Run push_pull and broadcast of one worker over links to those who own keys.
+    """Run push_pull and broadcast of one worker over links to the owners of keys.
 
     me: number of this member of n_members. lanes: links to each owner, by number; None: one to
     each member. Owner of links from adopt(). Before the first tensor is declared, share() adds
@@ -85,7 +85,8 @@ cdef class WorkerEngine(LinkOwner):
         cdef uint32_t i
         self.lanes = dict.fromkeys(range(n_members), 1) if lanes is None else dict(lanes)
         if any([count < 1 or not 0 <= number < n_members for number, count in self.lanes.items()]):
-            raise ValueError(f"{n_members} members, and links {self.lanes}")
+            raise ValueError(
+                f"lanes must give members 0 to {n_members - 1} one link or more, got {self.lanes}")
         self.tensors = []
         self.holder = PlanHolder()
         self.plan = &self.holder.plan
@@ -121,7 +122,9 @@ cdef class WorkerEngine(LinkOwner):
     cdef int c_attach(self, Link* link) except -1:
         if (link.peer >= self.remote.n_members
                 or link.lane >= lanes_to(self.remote, link.peer)):
-            raise ValueError(f"member {link.peer}, lane {link.lane} is not part of this job")
+            raise ValueError(
+                f"member {link.peer}, lane {link.lane} is not part of this job, which has links "
+                f"{self.lanes}")
         cdef LinkSlot* slot = &lane_of(self.remote, link).slot
         if slot.link != NULL:
             raise ValueError(f"member {link.peer}, lane {link.lane} is already connected")
@@ -151,7 +154,7 @@ cdef class WorkerEngine(LinkOwner):
         element size and address of the sum of shared memory. version: its operations count on
         from here; for an id that was forgotten, the largest version that any member had reached.
         coders: of the partitions, None where we do not push, of a tensor that travels encoded, in
-        frames of frame_bytes. is_ruled: servers are to see what each worker of a machine gives,
+        frames of frame_bytes. is_ruled: servers are to see each worker's own contribution,
         and make something else of it than a sum; is_late: of whole tensors, so that no result
         comes while the rest is still to be pushed. adds: owners hold a value, and what comes back
         encoded is by how much it differs from the output, which holds what came before.
@@ -160,11 +163,16 @@ cdef class WorkerEngine(LinkOwner):
         cdef PlannedTensor tensor = PlannedTensor()
         cdef Record* record = &tensor.record
         if table_get(&self.plan.records, tensor_id) != NULL:
-            raise FastPSError(f"tensor {name!r}: number {tensor_id} is already declared")
+            raise FastPSError(
+                f"tensor {name!r}: id {tensor_id} is already declared; forget that tensor first")
         if tensor_id >= MAX_RECORDS:
-            raise FastPSError(f"tensor {name!r}: more than {MAX_RECORDS} tensors")
+            raise FastPSError(
+                f"tensor {name!r}: id {tensor_id} exceeds the limit of {MAX_RECORDS} tensors; "
+                "forget some first")
         if version < <uint64_t>table_get(&self.plan.forgotten, tensor_id):
-            raise FastPSError(f"tensor {name!r}: version {version} of {tensor_id} has been")
+            raise FastPSError(
+                f"tensor {name!r}: version {version} of {tensor_id} was used before; declare it "
+                "with a later one")
         tensor.name = name
         tensor.nbytes = nbytes
         tensor.is_ruled = is_ruled
@@ -199,9 +207,12 @@ cdef class WorkerEngine(LinkOwner):
         if self.remote.discard == NULL:
             self.remote.discard = <char*>calloc(1, chunk_bytes)
             self.remote.discard_bytes = chunk_bytes
-        if self.remote.discard == NULL or chunk_bytes > self.remote.discard_bytes:
+        if self.remote.discard == NULL:
+            raise MemoryError(f"no memory for a chunk of {chunk_bytes} bytes")
+        if chunk_bytes > self.remote.discard_bytes:
             raise FastPSError(
-                f"chunk_bytes changed to {chunk_bytes} within a session, or no memory")
+                f"chunk_bytes changed from {self.remote.discard_bytes} to {chunk_bytes} within a "
+                "session; set FASTPS_CHUNK_BYTES before init()")
         return 0
 
     cdef int cut(self, PlannedTensor tensor, pieces) except -1:
@@ -237,7 +248,7 @@ cdef class WorkerEngine(LinkOwner):
         return 0
 
     cdef int encode(self, PlannedTensor tensor, coders) except -1:
-        """Give each part its coder, and memory for what it encodes to."""
+        """Set the coder of each part, and memory for its encoded bytes."""
         cdef Part* part
         cdef Coder coder
         cdef uint64_t place = 0
@@ -285,7 +296,7 @@ cdef class WorkerEngine(LinkOwner):
 
     def start(self, PlannedTensor tensor not None, array, output, *, bint average=False,
               int32_t priority=0):
-        """Begin to sum array over all workers into output; give the ticket. Does not block."""
+        """Start to sum array over all workers into output; return the ticket. Does not block."""
         self.check()
         ticket = tensor.lend(array, output)
         try:
@@ -298,21 +309,21 @@ cdef class WorkerEngine(LinkOwner):
         return ticket
 
     def start_many(self, tensors, arrays, outputs, *, bint average=False, priorities,
-                   bint gives=True):
-        """Begin several operations as one, and give their tickets.
+                   bint contributes=True):
+        """Start several operations whose frames leave in common writes; return their tickets.
 
-        Their frames leave in common writes.
-        gives: False takes part in rounds under rules without giving anything to them.
+        contributes: False takes part in rounds under rules without a contribution.
         """
         cdef PlannedTensor tensor
         cdef int64_t before = self.bytes_started
-        cdef uint8_t kind = KIND_PUSH if gives else KIND_PULL
+        cdef uint8_t kind = KIND_PUSH if contributes else KIND_PULL
         urgencies = checked_priorities(priorities, len(tensors))
         for tensor in tensors:
-            if not gives and not tensor.is_ruled:
+            if not contributes and not tensor.is_ruled:
                 raise ValueError(
-                    f"tensor {tensor.name!r} is the sum of all; one under a rule can be skipped")
-        tickets = self.prepare(tensors, arrays if gives else [None] * len(outputs), outputs)
+                    f"tensor {tensor.name!r} is a sum, to which each worker must contribute; only "
+                    "a tensor under a rule can be skipped")
+        tickets = self.prepare(tensors, arrays if contributes else [None] * len(outputs), outputs)
         for tensor, urgency in zip(tensors, urgencies, strict=True):
             self.begin(tensor, kind, FLAG_AVERAGE if average else 0, urgency, KICK_NONE)
         kick_links(self.remote, KICK_INLINE if self.bytes_started - before <= INLINE_START_BYTES
@@ -321,7 +332,7 @@ cdef class WorkerEngine(LinkOwner):
 
     def start_broadcast(self, tensors, arrays, *, uint32_t root, machine=None,
                         int32_t priority=0):
-        """Begin to send the root's arrays to all, in place; give the tickets. One submit for all.
+        """Start to send the root's arrays to all, in place, in common writes; return the tickets.
 
         machine: number of the root's machine, where that is not the root's own number.
         """
@@ -329,36 +340,38 @@ cdef class WorkerEngine(LinkOwner):
         cdef bint is_root = root == self.remote.me
         cdef uint32_t place = 0 if self.local is None else self.local.place_of(root)
         cdef bint is_here = is_root if self.local is None else place < MAX_LOCAL
-        cdef bint gives
+        cdef bint pushes
         for tensor in tensors:
             if tensor.record.adds:
                 continue
             if tensor.coders is not None:
                 raise ValueError(
-                    f"tensor {tensor.name!r} is compressed; broadcast under another name")
+                    f"tensor {tensor.name!r} is compressed and cannot be broadcast; "
+                    "broadcast under another name")
             if tensor.is_ruled:
                 raise ValueError(
-                    f"tensor {tensor.name!r} is under a rule; broadcast under another name")
+                    f"tensor {tensor.name!r} is under a rule and cannot be broadcast; "
+                    "broadcast under another name")
         nothing = [None] * len(arrays)
         tickets = self.prepare(
             tensors, arrays if is_root else nothing, nothing if is_root else arrays)
         for tensor in tensors:
-            gives = is_root if tensor.record.adds else is_here     # each speaks for itself
+            pushes = is_root if tensor.record.adds else is_here     # each worker for itself
             tensor.record.root = root if machine is None or tensor.record.adds else machine
             tensor.record.place = place
             tensor.record.root_rank = <int32_t>root
-            self.begin(tensor, KIND_PUSH if gives else KIND_PULL,
-                       FLAG_BROADCAST | (FLAG_NO_RESULT if gives else 0)
+            self.begin(tensor, KIND_PUSH if pushes else KIND_PULL,
+                       FLAG_BROADCAST | (FLAG_NO_RESULT if pushes else 0)
                        | (FLAG_PLAIN if tensor.record.adds else 0), priority, KICK_NONE)
         kick_links(self.remote, KICK_WAKE)
         return tickets
 
     def start_pull(self, tensors, outputs, *, int32_t stamp=0, int32_t priority=0,
                    bint is_coded=False):
-        """Begin to read values that their owners keep, once they have seen `stamp` changes.
+        """Start to read values that owners keep, once they have seen `stamp` changes.
 
         is_coded: they may come encoded, on top of what the outputs hold; else they are whole.
-        Gives the tickets.
+        Return the tickets.
         """
         cdef PlannedTensor tensor
         tickets = self.prepare(tensors, [None] * len(outputs), outputs)
@@ -371,7 +384,7 @@ cdef class WorkerEngine(LinkOwner):
         return tickets
 
     cdef list prepare(self, tensors, arrays, outputs):
-        """Take the arrays and make them reachable, all or none; give the tickets."""
+        """Borrow the arrays and make them reachable, all or none; return the tickets."""
         cdef PlannedTensor tensor
         self.check()
         tickets = lend_all(tensors, arrays, outputs)
@@ -385,7 +398,7 @@ cdef class WorkerEngine(LinkOwner):
         return tickets
 
     cdef int reach(self, PlannedTensor tensor) except -1:
-        """Find where the bytes of lent arrays lie for the stages; pin them if they need that."""
+        """Set where the stages find the bytes of lent arrays, and pin these where needed."""
         cdef Record* record = &tensor.record
         record.source = record.input
         record.landing = record.output
@@ -415,7 +428,7 @@ cdef class WorkerEngine(LinkOwner):
         start_parts(record, record.local != NULL and not flags & FLAG_NO_RESULT)
 
     def hold_with(self, holder):
-        """Let holder(array) pin every large array before its operation begins, as RDMA needs."""
+        """Have holder(array) pin every large array before its operation starts, as RDMA needs."""
         self.pin = holder
 
     cdef int hold_arrays(self, PlannedTensor tensor) except -1:
@@ -463,9 +476,9 @@ cdef class WorkerEngine(LinkOwner):
                 self.plan.rouse(self.plan.worker)
 
     def fail_tensor(self, uint64_t tensor_id, int status):
-        """Fail the operation in flight on one tensor whose results are of no use. Does not wait.
+        """Fail the operation in flight on one tensor. Does not wait.
 
-        It has failed when nothing can land in its output any more.
+        It has failed when no result can land in its output any more.
         """
         cdef PlannedTensor tensor
         cdef uint32_t i
@@ -478,19 +491,19 @@ cdef class WorkerEngine(LinkOwner):
             fail_part(&tensor.record.parts[i], status)
 
     def member_left(self, uint32_t rank):
-        """Note that a rank left in order: what it has not started will never be done."""
+        """Fail the operations that a rank which left in order has not started."""
         if self.local is not None and self.local.member_left(rank):
             self.fail(E_PEER_LOST)
 
     def leave(self):
-        """Say BYE on all links; operations in flight fail with ShutdownError. Does not wait."""
+        """Send BYE on all links; operations in flight fail with ShutdownError. Does not wait."""
         if self.local is not None:
             self.local.say_left(any([tensor and not tensor.is_done for tensor in self.tensors]))
         fps_store32(&self.remote.is_leaving, 1)
         self.fail(E_SHUTDOWN)
 
     def wait_closed(self, *, double timeout_s):
-        """Wait until every link has ended; tell whether that happened in time."""
+        """Wait until every link has ended; return whether that was in time."""
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int status
         with nogil:
@@ -498,7 +511,7 @@ cdef class WorkerEngine(LinkOwner):
         return status == OK
 
     def close_memory(self, *, double timeout_s):
-        """End the thread of shared memory, after the links; tell whether that was in time."""
+        """End the thread of shared memory, after the links; return whether that was in time."""
         cdef PlannedTensor tensor
         if self.local is None or not self.local.wait_closed(timeout_s):
             return self.local is None
@@ -510,7 +523,7 @@ cdef class WorkerEngine(LinkOwner):
     # ---- telemetry ----
 
     cdef void look_at_speed(self) noexcept:
-        """Begin a window, or end the one that lasted long enough."""
+        """Start a window of the measurement, or end one that lasted long enough."""
         cdef int64_t now = now_ns()
         if self.window_began and now < self.next_look:
             return
@@ -521,17 +534,16 @@ cdef class WorkerEngine(LinkOwner):
         self.next_look = now + WINDOW_NS
 
     def measure_speed(self):
-        """Count bytes in windows of 10 s, for speed()."""
+        """Measure bytes in windows of 10 s, for speed()."""
         if self.speeds is None:
             self.speeds = deque(maxlen=MAX_WINDOWS)
 
     def speed(self):
-        """Take the oldest window: when it ended, in now_ns(), and MB/s; None: there is none."""
+        """Remove and return the oldest window: its end in now_ns(), and MB/s; None: no window."""
         return self.speeds.popleft() if self.speeds else None
 
     def busy_seconds(self):
-        """Give the seconds in which something was in flight, of what began after the first call.
-        """
+        """Return the seconds with operations in flight, of those begun after the first call."""
         cdef int64_t now = 0
         self.plan.is_timed = True
         if fps_load32(&self.plan.flying):
@@ -539,9 +551,9 @@ cdef class WorkerEngine(LinkOwner):
         return (fps_load64(&self.plan.busy_ns) + now) * 1e-9
 
     def statistics(self):
-        """Count operations and bytes started, and tensors declared, as a dict.
+        """Return counts of operations, bytes and tensors, as a dict.
 
-        With shared memory also the bytes by the way they went.
+        With shared memory also the bytes registered and staged.
         """
         counts = {
             "operations": self.operations,

@@ -22,7 +22,7 @@ cdef void stay_near(Local* local) noexcept nogil:
 
 
 cdef void begin_to_follow(Local* local) noexcept nogil:
-    """See where the helper, whose first step this is, may run, and whether ranks need it all."""
+    """Note the cores of the helper thread, and let it follow its user where ranks need all."""
     fps_store32(&local.core, -1)
     if (sched_getaffinity(0, sizeof(local.cpus), &local.cpus) == 0
             and CPU_COUNT(&local.cpus) <= <int>local.n):
@@ -38,7 +38,7 @@ cdef void enter(Local* local) noexcept nogil:
 
 
 cdef void leave(Local* local) noexcept nogil:
-    """Stop working for all; if there is something to do the helper takes over."""
+    """Leave the user's wait; where work is left, wake the helper."""
     cdef Cell* cell = cell_of(local, local.me)
     if local.has_room:
         fps_store64(&cell.user_seen_at, now_ns())
@@ -50,10 +50,10 @@ cdef void leave(Local* local) noexcept nogil:
 
 
 cdef bint shares_core(Local* local, int64_t since) noexcept nogil:
-    """Whether somebody else had our core, so that we had better sleep.
+    """Return whether another thread had our core, so that sleeping is better.
 
-    Who wakes is given an idle core; two that wait for each other on one take turns for as long as
-    nobody moves them.
+    The kernel moves a thread that wakes to an idle core. Two threads that spin on one core would
+    take turns instead.
     """
     cdef int64_t now = now_ns()
     if now - since < TURN_NS or now - fps_load64(&local.moved_at) < MOVE_NS:
@@ -63,7 +63,7 @@ cdef bint shares_core(Local* local, int64_t since) noexcept nogil:
 
 
 cdef bint spin(Local* local, int64_t* idle_since, int64_t spin_ns) noexcept nogil:
-    """Wait a moment for others; False: sleep, for it has been too long, or the core is shared."""
+    """Spin for a moment; False: sleep, since it took too long or the core is shared."""
     cdef int64_t now = now_ns()
     if idle_since[0] == 0:
         idle_since[0] = now
@@ -109,10 +109,10 @@ cdef int work_until(void* worker, Completion* done, int64_t deadline,
 
 
 cdef bint stands_by(Local* local) noexcept nogil:
-    """Stay awake a moment, and out of the user's way; False: that is of no use now.
+    """Keep the helper awake for a moment without work; False: it should work or sleep.
 
-    Between two short operations the user is back sooner than a thread wakes, and who wakes it
-    pays as much as the operation takes.
+    Between two short operations the user returns sooner than a thread wakes, and waking a thread
+    costs as much as the operation.
     """
     cdef Cell* cell = cell_of(local, local.me)
     cdef int64_t limit = STAND_BY_NS if fps_load32(&cell.users_active) else BACK_NS
@@ -156,7 +156,7 @@ cdef bint step_once(void* worker) noexcept nogil:
 
 
 cdef void rouse(void* worker) noexcept nogil:
-    """Tell our threads that an operation is done, or everything has failed."""
+    """Wake our threads: an operation is done, or everything has failed."""
     cdef Local* local = <Local*>worker
     fps_fence()
     ring(local, local.me, fps_load32(&local.plan.status) != OK)
@@ -165,12 +165,12 @@ cdef void rouse(void* worker) noexcept nogil:
 # ---------------------------------------------------------------- Python face
 
 def control_bytes(uint32_t n):
-    """Give the size of the memory that n ranks share beside their arenas."""
+    """Return the bytes of the control memory that n ranks share."""
     return _pipes_at(n) + pipe_memory_bytes(n)
 
 
 def stage_area_bytes(uint32_t stage_bytes):
-    """Give the size of the stage at the start of each arena."""
+    """Return the bytes of the staging slots at the start of each arena."""
     return 2 * STAGE_SLOTS * <uint64_t>stage_bytes
 
 
@@ -191,7 +191,7 @@ cdef uint64_t _pipes_at(uint32_t n):
 
 
 cdef void wake_rank(void* context, uint32_t index, bint is_all) noexcept nogil:
-    """A rank has news in a pipe; maybe we ourselves. is_all: its helper may have to look, too."""
+    """Wake a rank, perhaps ourselves, for a frame in a pipe; is_all: its helper too."""
     ring(<Local*>context, index, is_all)
 
 
@@ -212,12 +212,14 @@ cdef class LocalStages:
         cdef uint32_t i
         cdef uint32_t n = len(ranks)
         if not 1 < n <= MAX_LOCAL or index >= n or len(arenas) != n:
-            raise ValueError(f"{n} ranks with {len(arenas)} arenas are no group")
+            raise ValueError(
+                f"a group needs 2 to {MAX_LOCAL} ranks with as many arenas and an index among "
+                f"them, got {n} ranks, {len(arenas)} arenas, index {index}")
         self.arena = arena
         self.mappings = [control, *arenas]
         local = self.local = <Local*>calloc(1, sizeof(Local))
         if local == NULL:
-            raise MemoryError("no memory for the local stages")
+            raise MemoryError("no memory for the stages in shared memory")
         pthread_mutex_init(&local.lock, NULL)
         pthread_mutex_init(&local.arriving, NULL)
         local.n = n
@@ -262,7 +264,7 @@ cdef class LocalStages:
         self.local.helper = thread_create(
             b"local", self.local.me, helper_main, self.local)
         if self.local.helper == NULL:
-            raise MemoryError("no thread for shared memory")
+            raise FastPSError("cannot start the thread of shared memory; check `ulimit -u`")
         self.holder = <PyObject*>holder
         Py_INCREF(holder)       # the helper's, until it has ended
         plan.step = step_once
@@ -280,7 +282,9 @@ cdef class LocalStages:
             raise MemoryError(f"no memory for tensor {tensor.name!r}")
         record.local = mine
         if record.tensor_id >= MAX_SLOTS:
-            raise FastPSError(f"tensor {tensor.name!r}: more than {MAX_SLOTS} tensors")
+            raise FastPSError(
+                f"tensor {tensor.name!r}: shared memory has room for {MAX_SLOTS} tensors; forget "
+                "some, or set FASTPS_SHARED_MEMORY=0")
         mine.itemsize = itemsize
         mine.kernel = <rule_fn>kernel
         mine.slot = <Slot*>(self.local.slots + record.tensor_id * self.local.slot_bytes)
@@ -336,7 +340,7 @@ cdef class LocalStages:
         return base
 
     cdef uint32_t place_of(self, uint32_t rank):
-        """Give a rank's place on this machine; of one elsewhere MAX_LOCAL and its number."""
+        """Return a rank's place on this machine; of one elsewhere MAX_LOCAL and its number."""
         cdef uint32_t i
         for i in range(self.local.n):
             if self.local.ranks[i] == rank:
@@ -349,12 +353,12 @@ cdef class LocalStages:
         return 0
 
     cdef void freeze(self):
-        """Everything fails: memory that was lent may still be written by others."""
+        """Keep the arena mapped: other ranks may still write what was lent to them."""
         if self.arena is not None:
             self.arena.freeze()
 
     cdef bint member_left(self, uint32_t rank):
-        """Call off what a rank has not started; tell whether it left with work begun."""
+        """Cancel operations that a rank has not started; return whether it left others undone."""
         cdef Local* local = self.local
         cdef uint32_t place = self.place_of(rank)
         if place >= MAX_LOCAL or place == local.me:
@@ -368,13 +372,13 @@ cdef class LocalStages:
         return fps_load32(&cell_of(local, place).has_left) == LEFT_AT_WORK
 
     cdef void say_left(self, bint is_at_work):
-        """Let the others know, before our operations fail."""
+        """Publish that this rank leaves, before its operations fail."""
         if self.local.helper != NULL:
             fps_store32(&cell_of(self.local, self.local.me).has_left,
                         LEFT_AT_WORK if is_at_work else LEFT_IDLE)
 
     cdef bint wait_closed(self, double timeout_s):
-        """End the helper thread; tell whether it ended in time."""
+        """End the helper thread; return whether it ended in time."""
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef Local* local = self.local
         cdef int status = OK
@@ -399,7 +403,7 @@ cdef class LocalStages:
         return status == OK
 
     cdef void end_pipes(self, int64_t deadline):
-        """Say BYE to all ranks; what cannot leave in time is dropped."""
+        """Send BYE to all ranks; frames that cannot leave in time are dropped."""
         self.pipes.leave()
         with nogil:
             while fps_load32(&self.local.pipes.n_open) and now_ns() < deadline:

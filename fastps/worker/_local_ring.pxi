@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _plan.pyx: the ring of tasks, and how ranks wake each other.
 #
-# The ranks of one machine: reduce in shared memory, whoever has time does the work.
+# The ranks of one machine reduce in shared memory; any rank that has time does the work.
 #
 # Theory of operation. Every rank has an arena that all the others map. To start an operation a
-# rank writes down where its arrays lie and counts itself in; the last one to come knows that all
-# inputs are there and publishes a task: a range of bytes, cut into chunks. All ranks walk the ring
-# of tasks in the order of publication. Where the arrays lie in shared memory anybody can do any
-# chunk: it adds the inputs in rank order and writes all outputs, so a rank that is stopped or
-# computes elsewhere holds nobody up, and no byte is copied before the sum. Small operations the
-# last one does at once. Small private arrays go by a copy in the arena; large ones by the stage:
-# each rank puts the chunks that others sum into slots of its arena, sums its own, and takes the
-# results out again, a few chunks behind, so that what is staged stays in the caches.
+# rank writes down where its arrays lie, and counts itself in. The last rank to start knows that
+# all inputs are there, and publishes a task: a range of bytes, cut into chunks. All ranks walk the
+# ring of tasks in the order of publication. Where the arrays lie in shared memory, any rank can do
+# any chunk: it adds the inputs in rank order and writes all outputs. So a rank that is stopped or
+# computes elsewhere delays no other, and no byte is copied before the sum. The last rank does
+# small operations at once. Small private arrays go by a copy in the arena, large ones by the
+# stage: each rank puts the chunks that others sum into slots of its arena, sums its own, and takes
+# the results out again. It stays a few chunks behind, so that staged bytes stay in the caches.
 #
 # With servers (several machines) the task of a part ends in the output of one rank, which pushes
-# it; when the result has landed there a second task brings it to the others.
+# it. When the result has landed there, a second task copies it to the other ranks.
 #
 # There is no lock in shared memory. Tickets are counted, flags are numbers that only grow, and a
-# place in the ring is used again only after every rank has passed it. So a rank may be killed
-# anywhere: the others wait, until the scheduler tells them.
+# place in the ring is used again only after every rank has passed it. So a rank may be killed at
+# any point: the others wait until the scheduler reports the loss.
 #
-# Threads. Each rank has a helper thread, which works while the user's threads compute; a user
-# thread that waits works itself, and the helper keeps out of its way. One thread of a rank walks
-# the ring at a time (the runner's lock). Who finds nothing to do spins a little, giving the core
-# away, then sleeps on the rank's bell. Nothing but start() needs the GIL.
+# Threads. Each rank has a helper thread, which works while the user's threads compute. A user
+# thread that waits works itself, and the helper stays out of its way. One thread of a rank walks
+# the ring at a time (the runner's lock). A thread that finds nothing to do yields its core for a
+# moment, then sleeps on the rank's bell. Only start() needs the GIL.
 
 cdef extern from "<sys/syscall.h>" nogil:
     enum:
@@ -144,7 +144,7 @@ cdef void cut_task(Local* local, Task* task, Part* part) noexcept nogil:
 
 
 cdef bint try_publish(Local* local, Part* part) noexcept nogil:
-    """Put a part's task where every rank of the machine comes by; False: the ring is full."""
+    """Put a part's task into the ring; False: the ring is full."""
     cdef Record* record = part.record
     cdef int64_t place
     cdef Task* task = claim_task(local, &place)
@@ -167,9 +167,9 @@ cdef bint try_publish(Local* local, Part* part) noexcept nogil:
 
 cdef void publish(Local* local, Part* part, int32_t kind, int news,
                   bint is_for_helper) noexcept nogil:
-    """Tell all ranks what is to be done for a part. Never waits: the caller may hold any lock.
+    """Publish the task of a part to all ranks. Never waits: the caller may hold any lock.
 
-    If the ring is full the runner publishes it, when all have passed a task.
+    Where the ring is full, the runner publishes it once all ranks have passed a task.
     """
     part.task = kind
     part.news = news
@@ -187,7 +187,7 @@ cdef inline bint is_crowded(Local* local) noexcept nogil:
 
 
 cdef bint publish_crowded(Local* local) noexcept nogil:
-    """Publish what the ring had no room for when it came, as much as it has room for now.
+    """Publish as many of the parts that the ring had no room for as it has room for now.
 
     Parts that stay are not touched: there may be hundreds of thousands. The runner's lock is held.
     """

@@ -4,7 +4,7 @@
 # ---------------------------------------------------------------- starting
 
 cdef inline int64_t offset_in(Local* local, const char* start, uint64_t nbytes) noexcept nogil:
-    """Where in our arena an array lies, or PRIVATE."""
+    """Return the offset of an array in our arena, or PRIVATE."""
     cdef const char* arena = local.arenas[local.me]
     if start < arena or start + nbytes > arena + local.arena_bytes:
         return PRIVATE
@@ -12,7 +12,7 @@ cdef inline int64_t offset_in(Local* local, const char* start, uint64_t nbytes) 
 
 
 cdef void do_at_once(Local* local, Record* record) noexcept nogil:
-    """Do an operation that is shorter than waking somebody."""
+    """Do a small operation on this thread, which is faster than waking another."""
     cdef Task task
     task.kind = TASK_SUM
     task.tensor_id = record.tensor_id
@@ -27,7 +27,7 @@ cdef void do_at_once(Local* local, Record* record) noexcept nogil:
 
 
 cdef int find_mismatch(Local* local, Record* record) noexcept nogil:
-    """OK, or what the operation fails with: somebody failed before, or started another one."""
+    """Return OK, or the failure of a rank, or E_MISMATCH where ranks started different ones."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
     cdef uint32_t rank
     for rank in range(local.n):
@@ -41,7 +41,7 @@ cdef int find_mismatch(Local* local, Record* record) noexcept nogil:
 
 
 cdef int32_t choose_task(Local* local, Record* record) noexcept nogil:
-    """What is to be done with each part, now that everybody has come."""
+    """Return the kind of task for each part of an operation that all ranks have started."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
     cdef uint32_t rank
     if record.sendings != NULL:
@@ -57,7 +57,7 @@ cdef int32_t choose_task(Local* local, Record* record) noexcept nogil:
 
 
 cdef void publish_operation(Local* local, Record* record) noexcept nogil:
-    """Everybody has come: say what is to be done. Called by the last one."""
+    """Publish the tasks of an operation; called by the last rank to start it."""
     cdef int32_t kind
     cdef uint32_t i
     cdef int status = find_mismatch(local, record)
@@ -72,9 +72,9 @@ cdef void publish_operation(Local* local, Record* record) noexcept nogil:
 
 
 cdef void call_off(Local* local, Record* record, int status, uint32_t culprit) noexcept nogil:
-    """End an operation that somebody has not started: nobody ever does its work then.
+    """Cancel an operation that some rank has not started; local.arriving is held.
 
-    Where all have come, or we have not, it takes its course. local.arriving is held.
+    An operation that all ranks have started, or that we have not, goes on.
     """
     cdef LocalRecord* mine = local_of(record)
     cdef int32_t* arrived = &mine.slot.arrived[record.version & 1]
@@ -89,7 +89,7 @@ cdef void call_off(Local* local, Record* record, int status, uint32_t culprit) n
 
 
 cdef bint count_in(Local* local, Record* record) noexcept nogil:
-    """Tell whether we are the last one. Whoever would call us off meanwhile may have missed us."""
+    """Count this rank in, unless it must cancel at once; return whether it is the last."""
     cdef LocalRecord* mine = local_of(record)
     cdef bint is_last
     cdef int status
@@ -106,7 +106,7 @@ cdef bint count_in(Local* local, Record* record) noexcept nogil:
 
 
 cdef void arrive(Local* local, Record* record) noexcept nogil:
-    """Count ourselves in; the last one to come publishes."""
+    """Write down our arrays and count this rank in; the last rank publishes the tasks."""
     cdef LocalRecord* mine = local_of(record)
     cdef uint32_t parity = record.version & 1
     cdef Arrival* ours = arrival_of(local, mine.slot, record.version, local.me)
@@ -124,7 +124,7 @@ cdef void arrive(Local* local, Record* record) noexcept nogil:
 
 
 cdef void reduce_run(Stage* stage, Part* part) noexcept nogil:
-    """A part is there; the operation begins for others when all its parts are."""
+    """Take a part; the operation starts for other ranks when all parts are here."""
     cdef Local* local = <Local*>stage.context
     cdef Record* record = part.record
     cdef LocalRecord* mine = local_of(record)
@@ -148,7 +148,7 @@ cdef void reduce_cancel(Stage* stage, Part* part) noexcept nogil:
 # ---------------------------------------------------------------- what servers sent back
 
 cdef void spread_run(Stage* stage, Part* part) noexcept nogil:
-    """The result of a part, or its failure, is here: the others' turn."""
+    """Publish the result of a part, or its failure, to the other ranks."""
     cdef Local* local = <Local*>stage.context
     fps_store32(&part.is_flying, 1)
     fps_fence()
@@ -159,7 +159,7 @@ cdef void spread_run(Stage* stage, Part* part) noexcept nogil:
 
 
 cdef void spread_cancel(Stage* stage, Part* part) noexcept nogil:
-    """What has come back goes to the others, whatever becomes of the operation."""
+    """Do nothing: a result goes to the other ranks even if the operation fails here."""
 
 
 # ---------------------------------------------------------------- members that leave

@@ -4,13 +4,13 @@
 # ---------------------------------------------------------------- the end of a part here
 
 cdef void end_part(Part* part, int status) noexcept nogil:
-    """Shared memory is through with a part, unless it was before."""
+    """Pass a part on to the next stage, once."""
     if fps_swap32(&part.is_flying, 0):
         stage_done(part, status)
 
 
 cdef void end_record(Record* record, int status) noexcept nogil:
-    """An operation is over for all ranks alike: there is nobody to tell."""
+    """End all parts of an operation that is over on all ranks alike."""
     cdef uint32_t i
     for i in range(record.n_parts):
         if fps_load32(&record.parts[i].is_flying):
@@ -23,7 +23,7 @@ cdef void fail_record(void* data, void* context) noexcept nogil:
 
 
 cdef void take_result(Local* local, Part* part) noexcept nogil:
-    """Bring a private tensor what is in its copy."""
+    """Copy the result from the shadow copy to a private output."""
     cdef LocalRecord* mine = local_of(part.record)
     if mine.is_shadowed and part.record.output != NULL:
         fps_copy(part.record.output + part.offset,
@@ -50,7 +50,7 @@ cdef void act_on(Local* local, Record* record, Task* task) noexcept nogil:
 
 
 cdef void pass_task(Local* local, Task* task) noexcept nogil:
-    """We shall not look at a task again: act on its end, and let its place be used again."""
+    """Act on the end of a task, and count this rank as past it."""
     cdef Record* record = <Record*>table_get(&local.plan.records, task.tensor_id)
     if record != NULL and record.version == task.version != record.born:
         act_on(local, record, task)
@@ -161,7 +161,7 @@ cdef inline int64_t* stage_flag(Local* local, uint32_t rank, int64_t number,
 
 
 cdef inline uint32_t stage_owner(Local* local, Task* task, int64_t chunk) noexcept nogil:
-    """Who sums a chunk, or whose bytes it carries."""
+    """Return the rank that sums a chunk, or the root of a broadcast."""
     return task.root if task.flags & FLAG_BROADCAST else <uint32_t>(chunk % local.n)
 
 
@@ -171,9 +171,9 @@ cdef inline uint64_t stage_length(Task* task, int64_t chunk) noexcept nogil:
 
 
 cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
-    """Put our bytes of a chunk that another rank sums where it can reach them.
+    """Stage our bytes of a chunk that another rank sums.
 
-    A slot is free again once we are through with the chunk that lay in it.
+    A slot is free again once we have taken out the chunk that lay in it.
     """
     cdef int64_t chunk = local.stage_in
     cdef int64_t number = local.staged + chunk
@@ -191,7 +191,7 @@ cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
 
 
 cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
-    """Whether all others have staged a chunk and left the result slot it will use."""
+    """Return whether all others have staged a chunk and freed the result slot of it."""
     cdef uint32_t rank
     for rank in range(local.n):
         if rank == local.me:
@@ -205,7 +205,7 @@ cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
 
 
 cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
-    """Make the result of a chunk that is ours, for us and for the others."""
+    """Sum a chunk that is ours, for all ranks."""
     cdef LocalRecord* mine = local_of(record)
     cdef const void* sources[MAX_LOCAL]
     cdef int64_t divisor = local.n_workers if task.flags & FLAG_AVERAGE else 1

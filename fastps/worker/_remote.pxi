@@ -19,7 +19,7 @@ cdef void trace_links(Part* part) noexcept nogil:
 
 
 cdef inline void count_end(Part* part, Link* link) noexcept nogil:
-    """It has left, or has its outcome: after both the part goes on.
+    """Count that a part has left, or has its outcome; after both it goes on.
 
     link: NULL, or where credit goes back for chunks that will have no result.
     """
@@ -34,7 +34,7 @@ cdef inline void count_end(Part* part, Link* link) noexcept nogil:
 
 
 cdef inline void finish_part(Part* part, Link* link, int status) noexcept nogil:
-    """The result, or the failure, of one part is there; only the first caller counts."""
+    """Set the outcome of a part; only the first call counts."""
     cdef Sending* sending = part.sending
     if fps_swap32(&sending.is_waiting, 0):
         sending.outcome = status
@@ -61,17 +61,17 @@ cdef void part_sent(SendItem* item, int status) noexcept nogil:
 # ---------------------------------------------------------------- records that I/O threads read
 
 cdef inline bint is_coded(Part* part) noexcept nogil:
-    """Tell whether the operation's elements travel encoded."""
+    """Return whether the operation's elements travel encoded."""
     return part.wire != NULL and not part.record.flags & FLAG_PLAIN
 
 
 cdef inline uint32_t bytes_of(Part* part) noexcept nogil:
-    """Bytes of a part on the wire, pushed or answered."""
+    """Return the bytes of a part on the wire, pushed or answered."""
     return part.wire_bytes if is_coded(part) else <uint32_t>part.nbytes
 
 
 cdef inline char* landing_of(Part* part) noexcept nogil:
-    """Where results of a part land; NULL: they are not wanted."""
+    """Return where results of a part land; NULL: no result is wanted."""
     if is_coded(part):
         return part.wire
     if part.record.landing == NULL:
@@ -83,12 +83,19 @@ cdef inline Lane* lane_of(Remote* remote, Link* link) noexcept nogil:
     return &remote.links[remote.first[link.peer] + link.lane]
 
 
+cdef inline Lane* enter_callback(Remote* remote, Link* link) noexcept nogil:
+    """Note that this link's thread may look at records, until lane.is_read is 0 again."""
+    cdef Lane* lane = lane_of(remote, link)
+    fps_swap32(&lane.is_read, 1)
+    return lane
+
+
 cdef inline uint32_t lanes_to(Remote* remote, uint32_t owner) noexcept nogil:
     return remote.first[owner + 1] - remote.first[owner]
 
 
 cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept nogil:
-    """The part that travels by this link under a key, or NULL. The lane is marked as read."""
+    """Return the part of a key that travels by this link, or NULL; its lane is marked as read."""
     cdef Record* record = <Record*>table_get(&remote.plan.records, key >> KEY_BITS)
     cdef uint32_t index = <uint32_t>(key & ((1 << KEY_BITS) - 1))
     if record == NULL or index >= record.n_parts:
@@ -97,9 +104,9 @@ cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept n
 
 
 cdef inline bint is_stale_frame(Remote* remote, const Header* header) noexcept nogil:
-    """A frame for a tensor that was forgotten, though its number may have been given again.
+    """Return whether a frame is for a tensor that was forgotten; its id may be in use again.
 
-    Results and errors of rounds that failed here may come long after; they are no offence.
+    Results and errors of rounds that failed here may come long after, and are ignored.
     """
     cdef uint64_t number = header.key >> KEY_BITS
     cdef Record* record = <Record*>table_get(&remote.plan.records, number)
@@ -109,7 +116,7 @@ cdef inline bint is_stale_frame(Remote* remote, const Header* header) noexcept n
 
 
 cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
-    """A result that crossed the news of its round's failure; nobody wants it any more."""
+    """Return whether a result came after its round failed here."""
     return header.key_version != part.record.version or not fps_load32(&part.sending.is_waiting)
 
 
@@ -128,7 +135,7 @@ cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
 
 
 cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept nogil:
-    """Where a frame's bytes go; NULL: no such frame can come over this link."""
+    """Return where a frame's bytes go; NULL: the frame is not valid on this link."""
     cdef Part* part
     if header.length > remote.discard_bytes:
         return NULL
@@ -154,7 +161,7 @@ cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept
 
 
 cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
-    """Count what landed, or the error that came instead."""
+    """Count bytes that landed, or take the error that came instead."""
     cdef Sending* sending = part.sending
     sending.received += header.length
     if sending.item.is_credited and header.length:
@@ -183,9 +190,8 @@ cdef void deliver_to(Part* part, Link* link, const Header* header) noexcept nogi
 cdef void* engine_landing(void* context, Link* link, const Header* header,
                           int* status) noexcept nogil:
     cdef Remote* remote = <Remote*>context
-    cdef Lane* lane = lane_of(remote, link)
+    cdef Lane* lane = enter_callback(remote, link)
     cdef void* place
-    fps_swap32(&lane.is_read, 1)
     place = find_place(remote, link, header)
     fps_store32(&lane.is_read, 0)
     if place == NULL:
@@ -194,12 +200,11 @@ cdef void* engine_landing(void* context, Link* link, const Header* header,
 
 
 cdef void* engine_standing(void* context, Link* link, const Header* header) noexcept nogil:
-    """Where later results of a part land, for as long as an operation gets the same output."""
+    """Return where later results of a part land while operations use the same output."""
     cdef Remote* remote = <Remote*>context
-    cdef Lane* lane = lane_of(remote, link)
+    cdef Lane* lane = enter_callback(remote, link)
     cdef Part* part
     cdef void* place = NULL
-    fps_swap32(&lane.is_read, 1)
     part = find_part(remote, link, header.key)
     if (part != NULL and header.kind == KIND_RESULT and not is_early_broadcast(header)
             and part.sending.promised != NULL and not part.record.adds
@@ -212,10 +217,9 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
 
 cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Remote* remote = <Remote*>context
-    cdef Lane* lane = lane_of(remote, link)
+    cdef Lane* lane = enter_callback(remote, link)
     cdef Part* part
     probe_hit(PROBE_WORKER_RESULT, header.key, header.key_version)
-    fps_swap32(&lane.is_read, 1)
     part = find_part(remote, link, header.key)
     if part != NULL:
         deliver_to(part, link, header)
@@ -224,11 +228,10 @@ cdef int engine_deliver(void* context, Link* link, const Header* header) noexcep
 
 
 cdef void engine_withdrawn(void* context, Link* link, uint64_t key) noexcept nogil:
-    """No result comes by a promise any more: what waited for that may fail."""
+    """Fail a part that waited until no result can be written to its promised place."""
     cdef Remote* remote = <Remote*>context
-    cdef Lane* lane = lane_of(remote, link)
+    cdef Lane* lane = enter_callback(remote, link)
     cdef Part* part
-    fps_swap32(&lane.is_read, 1)
     part = find_part(remote, link, key)
     if part != NULL and fps_load32(&part.failing):
         part.sending.is_withdrawn = True
@@ -333,9 +336,9 @@ cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
 
 
 cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
-    """Send a part, or news of it: where our machine disagrees we give nothing to the round.
+    """Send a part; where our machine's ranks disagree, join the round without a contribution.
 
-    It fails then for all others, as it has for us. Of other failures they hear otherwise.
+    The round then fails for all members. They learn of other failures in other ways.
     """
     cdef int status
     if part.status != OK and part.status != E_MISMATCH:
@@ -381,7 +384,7 @@ cdef void kick_links(Remote* remote, int kick) noexcept nogil:
 
 
 cdef void withdraw_parts(Record* record) noexcept nogil:
-    """Nothing of a tensor travels any more: both ends forget where its frames landed."""
+    """Withdraw the promised places of a tensor that is forgotten, at both ends."""
     cdef LinkSlot* slot
     cdef Link* link
     cdef uint32_t i

@@ -131,7 +131,7 @@ cdef struct Plan:
 
 
 cdef inline uint64_t key_of(Part* part) noexcept nogil:
-    """The key that its owner knows it by."""
+    """Return the key of a part."""
     return part.record.tensor_id << KEY_BITS | part.index
 
 
@@ -153,7 +153,7 @@ cdef inline void land_part(Plan* plan) noexcept nogil:
 
 
 cdef inline void stage_done(Part* part, int status) noexcept nogil:
-    """A stage is through with a part: the next one has it, or it is over. Touch it no more."""
+    """Pass a part on from a stage to the next, or end it. The caller must not touch it again."""
     cdef Plan* plan = part.record.plan
     cdef Stage* stage
     if is_traced(part.record.version):
@@ -174,7 +174,7 @@ cdef inline void stage_done(Part* part, int status) noexcept nogil:
 
 
 cdef inline bint begins_with(Record* record, Stage* stage) noexcept nogil:
-    """Tell whether a record's parts come to this stage first."""
+    """Return whether a record's parts come to this stage first."""
     cdef Plan* plan = record.plan
     cdef int i
     for i in range(plan.n_stages):
@@ -204,7 +204,7 @@ cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
 
 
 cdef inline void fail_part(Part* part, int status) noexcept nogil:
-    """Have a part given up by whichever stage has it."""
+    """Make the stage that has a part give it up."""
     cdef Plan* plan = part.record.plan
     cdef int i
     fps_store32(&part.failing, status)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _plan.pyx.
 #
-# A declared tensor: its plan, and arrays that are exported while an operation is in flight.
+# A declared tensor: its plan, and the arrays that are exported while an operation is in flight.
 #
-# Knows nothing of links or shared memory: that is the stages' business. All fields but the
-# record's are read and written with the GIL.
+# Knows nothing of links or shared memory, which are the business of stages. All fields except
+# those of the record are read and written with the GIL.
 
 
 cdef class StageHolder:
-    """Whatever is a stage of a plan; see _stage.pxd."""
+    """Base class of the stages of a plan; see _stage.pxd."""
 
 
 cdef class PlanHolder:
@@ -18,10 +18,12 @@ cdef class PlanHolder:
         self.kept = []
 
     cdef int insert(self, int place, Stage* stage, keeper) except -1:
-        """Put a stage in the plan; keeper owns it. Only before the first tensor is declared."""
+        """Insert a stage, which keeper owns. Only before the first tensor is declared."""
         cdef int i
         if self.plan.n_stages == MAX_STAGES or not 0 <= place <= self.plan.n_stages:
-            raise ValueError(f"no place {place} among {self.plan.n_stages} stages")
+            raise ValueError(
+                f"no place {place} in a plan of {self.plan.n_stages} stages, which has at most "
+                f"{MAX_STAGES}")
         for i in range(self.plan.n_stages, place, -1):
             self.plan.stages[i] = self.plan.stages[i - 1]
         self.plan.stages[place] = stage
@@ -47,7 +49,7 @@ cdef class Ticket:
 
     @property
     def is_done(self):
-        """Tell whether it is over; may do a little of the work, never waits."""
+        """Return whether it is over; may do a little of the work, never waits."""
         return self.is_over or self.tensor.is_done or self.is_over  # others may run meanwhile
 
     @property
@@ -56,10 +58,10 @@ cdef class Ticket:
         return self.culprit_rank if self.is_over else self.tensor.record.culprit
 
     def wait(self, *, double timeout_s, int64_t spin_us=50):
-        """Wait without the GIL until it is over; give its status, or None in time.
+        """Wait without the GIL until it is over; return its status.
 
-        Returns 0 when all is well, a negative status of _core otherwise, None after timeout_s
-        seconds. Ctrl-C raises KeyboardInterrupt; the operation goes on.
+        0 on success, a negative status of _core on failure, None after timeout_s seconds.
+        Ctrl-C raises KeyboardInterrupt; the operation goes on.
         """
         if not self.is_over and self.tensor.finish(timeout_s, spin_us) != OK:
             return None
@@ -78,13 +80,13 @@ cdef char* bytes_of(array, uint64_t nbytes, bint is_written) except? NULL:
     if array is None:
         return NULL
     if not isinstance(array, ndarray):
-        raise ValueError(f"a {type(array).__name__} is no NumPy array")
+        raise ValueError(f"expected a NumPy array, got a {type(array).__name__}")
     if not numpy.PyArray_IS_C_CONTIGUOUS(array):
-        raise ValueError("the array is not C-contiguous")
+        raise ValueError("the array is not C-contiguous; use numpy.ascontiguousarray()")
     if is_written and not numpy.PyArray_ISWRITEABLE(array):
-        raise ValueError("the output is read-only")
+        raise ValueError("the output is read-only; use a writable array")
     if <uint64_t>numpy.PyArray_NBYTES(array) != nbytes:
-        raise ValueError(f"declared with {nbytes} bytes, and the array has {array.nbytes}")
+        raise ValueError(f"declared with {nbytes} bytes, got an array of {array.nbytes}")
     return <char*>numpy.PyArray_DATA(array)
 
 
@@ -94,7 +96,7 @@ cdef class PlannedTensor:
     """One declared tensor and the arrays of its operation in flight; made by an engine."""
 
     cdef void begin(self) noexcept:
-        """Count one more operation, which has the arrays that were lent."""
+        """Start one more operation on the arrays that were lent."""
         self.is_busy = True
         self.record.version += 1
         self.record.culprit = 0
@@ -103,13 +105,13 @@ cdef class PlannedTensor:
             (<Ticket>self.ticket).operation = self.operation_code()
 
     cdef int operation_code(self) noexcept:
-        """Give what the last operation was, as Ticket.operation."""
+        """Return the kind of the last operation, as Ticket.operation."""
         if self.record.flags & FLAG_BROADCAST:
             return self.record.root_rank
         return -2 if self.record.flags & FLAG_AVERAGE else -1
 
     cdef void release(self) noexcept:
-        """Give the arrays back, and say on its ticket how the operation ended.
+        """Release the arrays, and write the end of the operation to its ticket.
 
         No thread of ours touches the arrays any more.
         """
@@ -126,22 +128,22 @@ cdef class PlannedTensor:
         self.input = self.output = None
 
     def expect(self, layout):
-        """Say what was declared.
+        """Set the declared layout, for fits().
 
-        Booleans have no average, and uint16 arrays do not say that they hold bfloat16: of these
-        two nothing fits, so that whoever calls looks closer.
+        No array of booleans or bfloat16 fits: the former have no average, and the latter come as
+        uint16. The caller checks these itself.
         """
         code = DType(layout.dtype)
         self.layout, self.shape = layout, layout.shape
         self.dtype = None if code in (DType.BOOL, DType.BFLOAT16) else numpy_dtype(code)
 
     def fits(self, array):
-        """Tell whether array is exactly what was declared; False also where it takes long."""
+        """Return whether array is exactly as declared; False also where the check takes long."""
         return (type(array) is ndarray and array.dtype is self.dtype
                 and array.shape == self.shape)
 
     def follow(self, double learning_rate):
-        """Tell the learning rate of the next operation: for error feedback, or delays."""
+        """Set the learning rate of the next operation, for error feedback or compensation."""
         cdef float rate = <float>learning_rate
         is_change = self.learning_rate > 0 and rate > 0
         self.record.ratio = self.learning_rate / rate if is_change else 1.0
@@ -151,32 +153,34 @@ cdef class PlannedTensor:
 
     @property
     def is_coded(self):
-        """Tell whether it travels encoded."""
+        """Return whether the tensor travels encoded."""
         return self.coders is not None
 
     @property
     def is_followed(self):
-        """Tell whether what comes back encoded is by how much a value has changed."""
+        """Return whether encoded answers are changes of a value."""
         return self.coders is not None and self.record.adds
 
     def kept(self):
-        """Copy what the codec of each partition keeps, residual and momentum, as bytes or None."""
+        """Return copies of residual and momentum of each partition's codec, as bytes or None."""
         return [None if coder is None else
                 tuple([None if one is None else bytes(one) for one in coder.kept()])
                 for coder in self.coders or ()]
 
     def restore(self, kept):
-        """Take what kept() gave; ValueError if it is of another tensor, or one is in flight."""
+        """Restore what kept() returned; ValueError for another tensor, or one in flight."""
         coders = self.coders or []
         if len(kept) != len(coders) or not self.is_done:
-            raise ValueError(f"tensor {self.name!r} has {len(coders)} codecs, not {len(kept)}")
+            raise ValueError(
+                f"tensor {self.name!r} has {len(coders)} codecs, got the state of {len(kept)}; "
+                "restore it with no operation in flight")
         for coder, one in zip(coders, kept):
             if coder is not None and one is not None:
                 coder.restore(one)
 
     @property
     def is_done(self):
-        """Tell whether no operation is in flight; may do a little of the work, never waits."""
+        """Return whether no operation is in flight; may do a little of the work, never waits."""
         cdef Plan* plan = self.record.plan
         if self.is_busy and plan.step != NULL and not completion_is_done(&self.record.done):
             with nogil:
@@ -185,7 +189,7 @@ cdef class PlannedTensor:
 
     @property
     def is_in_flight(self):
-        """Tell whether an operation is in flight; only looks."""
+        """Return whether an operation is in flight; does no work."""
         return self.is_busy and not completion_is_done(&self.record.done)
 
     @property
@@ -195,24 +199,24 @@ cdef class PlannedTensor:
 
     @property
     def count(self):
-        """Count the operations started on it since it was declared."""
+        """Count the operations started on this tensor since it was declared."""
         return self.record.version - self.record.born
 
     @property
     def tensor_id(self):
-        """Its number in the job."""
+        """Id of the tensor in the job."""
         return self.record.tensor_id
 
     @property
     def stamp(self):
-        """Count the changes that the value which came last has seen; see server/_accumulate."""
+        """Changes that the last answered value has seen; see server/_accumulate_state.pxi."""
         if self.record.sendings == NULL:
             return 0
         return min((self.record.sendings[i].stamp for i in range(self.record.n_parts)), default=0)
 
     @property
     def operation(self):
-        """What the last operation was: -1 a sum, -2 an average, else the rank of its root."""
+        """Kind of the last operation: -1 a sum, -2 an average, else the rank of its root."""
         return self.operation_code()
 
     @property
@@ -221,13 +225,13 @@ cdef class PlannedTensor:
         return self.record.culprit
 
     def wait(self, *, double timeout_s, int64_t spin_us=50):
-        """Wait for what is in flight, as Ticket.wait(); give the status of the last operation."""
+        """Wait for the operation in flight, as Ticket.wait(); return the last one's status."""
         if self.is_busy and self.finish(timeout_s, spin_us) != OK:
             return None
         return self.last_status
 
     cdef int finish(self, double timeout_s, int64_t spin_us) except? 1:
-        """Wait for the operation in flight and take its arrays back; OK, or E_TIMEOUT."""
+        """Wait for the operation in flight and release its arrays; OK, or E_TIMEOUT."""
         cdef uint32_t version = self.record.version
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef int64_t began = now_ns() if tracing.is_on else 0
@@ -245,7 +249,7 @@ cdef class PlannedTensor:
         return status
 
     cdef int sleep_until(self, int64_t deadline, int64_t spin_us) noexcept:
-        """Wait for the completion, or do our share of the work until then; OK, or E_TIMEOUT."""
+        """Wait for the completion, and work meanwhile where the plan allows; OK, or E_TIMEOUT."""
         cdef Plan* plan = self.record.plan
         cdef Completion* done = &self.record.done
         cdef int status
@@ -274,7 +278,8 @@ cdef class PlannedTensor:
             with nogil:                 # those who were woken have to see that it was done
                 sched_yield()
         if self.is_retired:
-            raise FastPSError(f"tensor {self.name!r} is being forgotten")
+            raise FastPSError(
+                f"tensor {self.name!r} is being forgotten; declare it again afterwards")
         if self.is_lent():
             raise DuplicateNameError(
                 f"tensor {self.name!r} is already in flight; wait for its handle first, or "
@@ -290,9 +295,10 @@ cdef class PlannedTensor:
         return ticket
 
     def retire(self):
-        """Let nothing be started any more; FastPSError when something is in flight."""
+        """Refuse further operations; FastPSError where one is in flight."""
         if self.is_retired:
-            raise FastPSError(f"tensor {self.name!r} is being forgotten already")
+            raise FastPSError(
+                f"tensor {self.name!r} is being forgotten already; forget it once")
         self.is_retired = True          # first: other threads may run meanwhile
         if self.is_busy and self.is_done:
             self.release()
@@ -301,7 +307,7 @@ cdef class PlannedTensor:
             raise FastPSError(f"tensor {self.name!r} is in flight; wait for its handle first")
 
     def reinstate(self):
-        """Go on as if it had never been retired."""
+        """Allow operations again after retire()."""
         self.is_retired = False
 
     def __dealloc__(self):
@@ -312,7 +318,7 @@ cdef class PlannedTensor:
 
 
 cdef list lend_all(tensors, arrays, outputs):
-    """Lend every array or none; give the tickets."""
+    """Lend all arrays or none; return the tickets."""
     cdef PlannedTensor tensor
     cdef Ticket ticket
     lent = []
@@ -327,11 +333,11 @@ cdef list lend_all(tensors, arrays, outputs):
 
 
 cdef list checked_priorities(priorities, Py_ssize_t count):
-    """Raise what priorities raise before anything is lent."""
+    """Return the priorities as a list; raise before any array is lent."""
     cdef int32_t urgency
     checked = []
     for urgency in priorities:
         checked.append(urgency)
     if len(checked) != count:
-        raise ValueError(f"{count} tensors need as many priorities, not {len(checked)}")
+        raise ValueError(f"{count} tensors need {count} priorities, got {len(checked)}")
     return checked

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring the ranks of one machine together: their memory, then the stages that work in it.
 
-Decides how much is shared and who leads; the memory itself is of transport/shm.py, the work of
+Decides how much is shared; the memory itself is in transport/shm.py, the work in
 _local*.pxi. Called once per session, on its thread; blocks until all ranks of the machine came.
 """
 
@@ -27,7 +27,7 @@ from fastps.worker._plan import LocalStages, control_bytes, stage_area_bytes
 log = logging.getLogger(__name__)
 
 STAGE_BYTES = 256 << 10  # of a staged chunk: it stays in a core's second-level cache
-MOST_HANDS = 4  # threads of a worker that copy or sum at once: memory serves no more much faster
+MAX_COPIERS = 4  # threads of a worker that copy or sum at once: more are hardly faster
 
 
 def count_cores(config: Config, n_ranks: int) -> int:
@@ -39,15 +39,15 @@ def count_copy_threads(config: Config, n_ranks: int) -> int:
     """Count the threads that help a worker with long copies."""
     threads = config.copy_threads
     if threads < 0:
-        threads = min(MOST_HANDS, count_cores(config, n_ranks))
+        threads = min(MAX_COPIERS, count_cores(config, n_ranks))
     return max(threads - 1, 0)
 
 
 class LocalGroup:
     """One rank's share in the memory of its machine.
 
-    ranks: the workers of this machine, in order. key: of this job and generation, known to no
-    stranger. engine: whose plan this is to be part of. exchange: owner of links to the others.
+    ranks: the workers of this machine, in order. key: a secret of this job and generation.
+    engine: whose plan gets the stages. exchange: owner of links to the other ranks.
     Raises TransportError, TransportTimeout.
     """
 
@@ -72,8 +72,8 @@ class LocalGroup:
             controls, arenas = self._exchange(ranks, rank, key, deadline)
         except (OSError, MemoryError) as error:
             raise TransportError(
-                f"cannot share memory with the workers of this machine: {error}; give it more, "
-                "or set FASTPS_SHARED_MEMORY=0"
+                f"cannot share memory with the workers of this machine: {error}; enlarge "
+                "/dev/shm, or set FASTPS_SHARED_MEMORY=0"
             ) from error
         assert offset == 0, "the stage is the first block"
         arenas[index] = self.arena.mapping
@@ -103,7 +103,7 @@ class LocalGroup:
         engine.share(stages)
 
     def statistics(self) -> dict[str, int]:
-        """Count bytes of shared memory, and of pipes; ranks with pipes, and with open memory."""
+        """Return bytes of shared memory and pipes, and numbers of pipes, as a dict."""
         piped = self._pipes.statistics()
         return {
             "shared_memory_bytes": self.arena.used_bytes,
