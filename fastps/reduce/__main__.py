@@ -12,15 +12,18 @@ from fastps.types import DType
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile kernels of element types, all by default, or of codecs; say how long each took."""
+    """Compile kernels of element types, all by default, or of codecs; log how long each took."""
     dtypes = [code.name.lower() for code in DType]
     names = (*dtypes, *CODECS)
     parser = argparse.ArgumentParser(prog="python -m fastps.reduce", description=main.__doc__)
-    parser.add_argument("name", nargs="*", help=f"some of {', '.join(names)}")
+    parser.add_argument(
+        "name", nargs="*",
+        help=f"kernels to compile, of {', '.join(names)}; default: all element types",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments).name or dtypes
     unknown = sorted(set(chosen) - set(names))
     if unknown:
-        parser.error(f"unknown {', '.join(unknown)}; use {', '.join(names)}")
+        parser.error(f"unknown kernels {', '.join(unknown)}; use some of {', '.join(names)}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     warm(DType[name.upper()] for name in chosen if name in dtypes)
     for name in chosen:

@@ -45,7 +45,7 @@ cdef void encode_prepared(Code* code, uint32_t unit, uint32_t version, float* v,
 
 cdef float* prepared(Code* code, uint32_t unit, float* g, float scale, float ratio,
                      float* spare) noexcept nogil:
-    """Add momentum and what was lost before; spare: where the result may lie."""
+    """Add momentum and residual; spare: where the result may lie."""
     cdef uint64_t first = <uint64_t>unit * code.unit_count
     cdef float[3] numbers
     cdef float* v = spare if code.residual == NULL else code.residual + first
@@ -133,7 +133,7 @@ cdef void release_views(Py_buffer* views) noexcept:
 
 
 def _kernel_name(coding):
-    """Name the kernels of a codec."""
+    """Return the name of a codec's kernels."""
     if coding.codec == Codec.DITHERING:
         name = "natural" if coding.has(Option.NATURAL) else "linear"
     else:
@@ -142,7 +142,7 @@ def _kernel_name(coding):
 
 
 def _k_of(coding, count):
-    """Give what the kernels want as args[0]."""
+    """Return args[0] of a codec's kernels."""
     if coding.codec == Codec.DITHERING:
         return int(coding.k) | coding.code_bits << 8
     if coding.codec == Codec.ONEBIT:
@@ -184,7 +184,7 @@ cdef class Coder:
             self.code.momentum = <float*>calloc(units.elements + 1, sizeof(float))
         if (has_residual and self.code.residual == NULL
                 or has_momentum and self.code.momentum == NULL):
-            raise MemoryError(f"no memory for what is kept of tensor {name!r}")
+            raise MemoryError(f"no memory for residual and momentum of tensor {name!r}")
 
     cdef int load(self, str what, code, bint has_residual, bint has_momentum) except -1:
         """Find the kernels' addresses."""
@@ -207,13 +207,13 @@ cdef class Coder:
         return self.code.wire_bytes
 
     def encode(self, elements, *, uint32_t version=1, float ratio=1.0):
-        """Give the bytes of all units of a partition, as a worker pushes them."""
+        """Return the encoded bytes of a partition, as a worker pushes them."""
         wire = bytearray(self.code.wire_bytes)
         self.encode_into(elements, wire, version=version, ratio=ratio)
         return wire
 
     def encode_into(self, elements, wire, *, uint32_t version=1, float ratio=1.0):
-        """Write what encode() gives; does not hold the GIL meanwhile."""
+        """Write the bytes of encode() to wire; does not hold the GIL meanwhile."""
         cdef Py_buffer[2] views
         cdef uint32_t unit
         self.lend(views, elements, wire, True)
@@ -224,7 +224,7 @@ cdef class Coder:
         release_views(views)
 
     def decode(self, wire, elements, *, uint32_t version=1):
-        """Write the elements of a partition; does not hold the GIL meanwhile."""
+        """Decode wire to the elements of a partition; does not hold the GIL meanwhile."""
         cdef Py_buffer[2] views
         cdef uint32_t unit
         self.lend(views, elements, wire, False)
@@ -248,25 +248,27 @@ cdef class Coder:
         return 0
 
     cdef int check(self, Py_ssize_t nbytes, Py_ssize_t wire_bytes) except -1:
-        """Have scratch for calls from Python; refuse arrays of other sizes."""
+        """Allocate scratch for calls from Python; ValueError for arrays of other sizes."""
         if (nbytes != self.code.count * self.code.itemsize
                 or wire_bytes != self.code.wire_bytes):
-            raise ValueError(f"{self.code.count} elements in {self.code.wire_bytes} bytes")
+            raise ValueError(
+                f"the partition has {self.code.count * self.code.itemsize} bytes of elements and "
+                f"{self.code.wire_bytes} on the wire, got {nbytes} and {wire_bytes}")
         if self.scratch == NULL:
             self.scratch = <char*>malloc(self.code.scratch_bytes)
         if self.scratch == NULL:
-            raise MemoryError("no memory for scratch")
+            raise MemoryError(f"no memory for {self.code.scratch_bytes} bytes of scratch")
         return 0
 
     def kept(self):
-        """Give copies of the residual and the momentum, each None where there is none."""
+        """Return copies of residual and momentum, each None where the codec has none."""
         return tuple([
             None if address == 0 else
             memoryview(bytes((<char*>address)[:4 * self.code.count])).cast("f")
             for address in (<uintptr_t>self.code.residual, <uintptr_t>self.code.momentum)])
 
     def restore(self, kept):
-        """Take what kept() gave of a coder of as many elements, in place of what is kept."""
+        """Restore what kept() returned of a coder with as many elements."""
         cdef Py_buffer given
         cdef bint is_alike
         cdef float* own
@@ -280,7 +282,9 @@ cdef class Coder:
                 memcpy(own, given.buf, given.len)
             PyBuffer_Release(&given)
             if not is_alike:
-                raise ValueError(f"what is kept of {self.code.count} elements is something else")
+                raise ValueError(
+                    f"the codec keeps {self.code.count} elements of float32, or none; the state "
+                    "to restore is of another codec or partition")
 
     def __dealloc__(self):
         free(self.scratch)

@@ -73,7 +73,7 @@ cdef void draw_order(Combining* how, uint32_t version, int32_t* order, int32_t m
 
 cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
                           char* room) noexcept nogil:
-    """Put means of buckets in place of the updates; in room for all of them."""
+    """Replace the updates by means of random buckets, which lie in room."""
     cdef int32_t order[MAX_VOICES]
     cdef const void* some[MAX_VOICES]
     cdef const void* means[MAX_VOICES]
@@ -99,13 +99,13 @@ cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
 # ---------------------------------------------------------------- looking at whole updates
 
 cdef inline bint is_one_step(Combining* how) noexcept nogil:
-    """Whether a clipping goes by distances to the last result alone."""
+    """Return whether clipping needs only distances to the last result."""
     return how.kind == CENTERED_CLIPPING and how.iterations == 1
 
 
 cdef int32_t gather_rows(Combining* how, const void* const* sources, int64_t n, uint64_t first,
                          const void** rows) noexcept nogil:
-    """List what distances are between: the updates, and the last result if the rule wants it."""
+    """List the rows that have distances: the updates, and the last result if it is kept."""
     memcpy(rows, sources, n * sizeof(void*))
     if how.last == NULL:
         return <int32_t>n
@@ -115,7 +115,7 @@ cdef int32_t gather_rows(Combining* how, const void* const* sources, int64_t n, 
 
 cdef int64_t look_from_last(Combining* how, const void* const* sources, int64_t n,
                             uint64_t first, uint64_t count, Table* table) noexcept nogil:
-    """Take squares of distances to the last result for lengths, in pieces that stay in caches."""
+    """Add squared distances to the last result, in pieces that stay in the caches."""
     cdef const void* pair[2]
     cdef double squares[4]
     cdef uint64_t start = 0, size
@@ -153,7 +153,7 @@ cdef int64_t look(Combining* how, const void* const* sources, int64_t n, uint64_
 
 
 cdef void keep_sound(Combining* how, int32_t n, Table* table, uint8_t* refused) noexcept nogil:
-    """List the updates whose norms are numbers, and put their distances together."""
+    """List the updates with finite norms, and compact their distances."""
     cdef int32_t i, j, all = n + (how.last != NULL)
     table.m = 0
     for i in range(n):
@@ -183,7 +183,7 @@ cdef double to_mean(Table* table, int32_t n, int32_t i) noexcept nogil:
 
 
 cdef void lengths_to_mix(Table* table, int32_t n, double* lengths) noexcept nogil:
-    """Give the distance of each row to the mix by the weights, which add up to 1."""
+    """Compute the distance of each row to the mix by the weights, which add up to 1."""
     cdef double spread = 0
     cdef int32_t i
     for i in range(n):
@@ -194,7 +194,7 @@ cdef void lengths_to_mix(Table* table, int32_t n, double* lengths) noexcept nogi
 
 
 cdef void weigh_geometric(Combining* how, Table* table) noexcept nogil:
-    """Take smoothed Weiszfeld steps from the mean on."""
+    """Weigh rows by smoothed Weiszfeld steps, from the mean on."""
     cdef double lengths[SLOTS]
     cdef double total
     cdef int32_t i, _step
@@ -211,7 +211,7 @@ cdef void weigh_geometric(Combining* how, Table* table) noexcept nogil:
 
 
 cdef void weigh_centered(Combining* how, Table* table) noexcept nogil:
-    """Move from the last result, row m, towards clipped updates."""
+    """Weigh rows by steps from the last result, row m, towards clipped updates."""
     cdef double lengths[SLOTS]
     cdef double factor, moved
     cdef int32_t i, _step, m = table.m
@@ -380,7 +380,7 @@ cdef int64_t at_once(Combining* how, const void* const* sources, int64_t n, void
 
 
 cdef int64_t call_python(Combining* how, Table* table, void* dst) noexcept with gil:
-    """Call a user's function, here on whichever thread; what it raises is logged."""
+    """Call a user's function on this thread; log what it raises."""
     try:
         kind = numpy_of(how)
         rows = np.empty((table.m, how.count), kind)
@@ -389,11 +389,11 @@ cdef int64_t call_python(Combining* how, Table* table, void* dst) noexcept with 
                    how.count * how.itemsize)
         made = np.ascontiguousarray((<object>how.python)(rows), dtype=kind)
         if made.shape != (how.count,):
-            raise ValueError(f"a rule gave shape {made.shape}, not {(how.count,)}")
+            raise ValueError(f"a rule must return shape {(how.count,)}, got {made.shape}")
         memcpy(dst, <void*><uintptr_t>made.ctypes.data, how.count * how.itemsize)
         return DONE
     except BaseException:
-        log.exception("a rule of the user's failed")
+        log.exception("the user's rule %r failed", <object>how.python)
         return E_PROTOCOL
 
 
@@ -457,7 +457,7 @@ _PLAIN = {
 
 @cython.final
 cdef class Combiner:
-    """What a rule makes of updates of one partition, with what it keeps from round to round.
+    """Combine updates of one partition by a rule, and keep its state from round to round.
 
     rule: of fastps.contract.rule, with parameters that fit n workers and the element type. count:
     elements. function: of a rule of the user's, a function of arrays or a Numba cfunc. Compiles
@@ -506,10 +506,10 @@ cdef class Combiner:
         return 0
 
     def adopt(self, function):
-        """Take a rule of the user's."""
+        """Set the function of a user's rule."""
         address = getattr(function, "address", None)
         if not isinstance(address, int) and not callable(function):
-            raise TypeError(f"a rule is a function or a Numba cfunc, not {function!r}")
+            raise TypeError(f"a rule must be a function or a Numba cfunc, got {function!r}")
         self.function = function
         if isinstance(address, int):
             self.how.own = <kernel_fn><uintptr_t>address
@@ -517,9 +517,9 @@ cdef class Combiner:
             self.how.python = <void*><PyObject*>function
 
     def combine(self, updates, *, uint32_t version=1):
-        """Give what the rule makes of arrays, and which of them it refused; None: was skipped.
+        """Return the combined array, and the indexes of the updates that the rule refused.
 
-        updates: C-contiguous arrays of count elements, read. Gives (array, list of indexes).
+        updates: C-contiguous arrays of count elements, read; None: a worker that skips.
         """
         cdef const void* sources[MAX_VOICES]
         cdef uint8_t refused[MAX_VOICES]
@@ -529,7 +529,9 @@ cdef class Combiner:
         places = [place for place, one in enumerate(updates) if one is not None]
         for one in arrays:
             if one.nbytes != self.how.count * self.how.itemsize or not one.flags.c_contiguous:
-                raise ValueError(f"an update of {one.nbytes} bytes, or not in one piece")
+                raise ValueError(
+                    f"an update must be C-contiguous with {self.how.count * self.how.itemsize} "
+                    f"bytes, got {one.nbytes} bytes")
             sources[n] = <const void*><uintptr_t>one.ctypes.data
             n += 1
         made = np.empty_like(arrays[0]) if arrays else np.zeros(self.how.count)
@@ -541,7 +543,7 @@ cdef class Combiner:
             status = combine(&self.how, sources, n, dst, version, refused, <char*>room)
             fps_floats_leave(&before)
         if status != DONE:
-            raise RuntimeError(f"the rule failed with status {status}")
+            raise RuntimeError(f"the rule failed with status {status}; see the log")
         return made, [places[j] for j in range(n) if refused[j]]
 
     def __dealloc__(self):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where machine code of kernels is kept between processes.
+"""Cache machine code of kernels between processes.
 
 One file per kernel: <cache_dir>/code-<digest>/<name>, where the digest covers the sources that
-make it, Numba's version and the processor. So whatever is in a directory was made from this very
-source for this very processor: hosts of different kinds may share a home, and a new release never
-meets an old entry. Of processes that lack the same kernel at the same time one makes it, and the
-others wait a while. Nothing here imports Numba.
+make it, Numba's version and the processor. So a directory only has code of this source for this
+processor: hosts of different kinds may share a home, and a new release never reads an old entry.
+Of processes that lack the same kernel at the same time one compiles it, and the others wait a
+while. Nothing here imports Numba.
 
-Loading an entry runs code, so nobody else may be able to put one there or to swap a directory on
-the way there; otherwise, or when it cannot be written, nothing is kept. A file has a digest of its
-own, which tells what is damaged. Called under library.py's lock.
+Loading an entry runs code, so other users must not be able to write one or to swap a directory on
+its path; otherwise, or where the directory cannot be written, nothing is cached. A file has a
+digest of its own, which shows damage. Called under library.py's lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastps.reduce.machine_code import Code
 
 _log = logging.getLogger(__name__)
 _PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-PATIENCE_S = 10.0  # with one who compiles the same kernel: half a second where nothing else runs
+PATIENCE_S = 10.0  # for a process that compiles the same kernel: 0.5 s on an idle machine
 LOOK_S = 0.01
 MAX_STEPS = 256  # names on a path; links may lead in a circle
 
@@ -54,7 +54,7 @@ CPU_BYTES = 8192  # which the first processor's lines do not exceed
 
 
 def read(family: str, name: str) -> Code | None:
-    """Return what was kept of a kernel; None: nothing, or nothing that is whole."""
+    """Return the cached code of a kernel; None: there is none, or it is damaged."""
     root = _root()
     if root is None:
         return None
@@ -64,17 +64,19 @@ def read(family: str, name: str) -> Code | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        _log.warning("%s in %s is not usable: %s", name, config.cache_dir(), error)
+        _log.warning(
+            "kernel %s in %s is damaged and is compiled again: %s", name, config.cache_dir(), error
+        )
         with contextlib.suppress(OSError):
             place.unlink()
         return None
 
 
 class Draft:
-    """A kernel about to be kept: a file that one process at a time has locked.
+    """A kernel about to be cached: a file that one process at a time has locked.
 
-    Leaving the context takes away what has not been kept. Without a draft (nothing can be kept
-    here, or who has it takes too long) keep() does nothing.
+    Leaving the context removes the file if it was not kept. Where there is no cache, or the lock
+    takes too long, keep() does nothing.
     """
 
     def __init__(self, family: str, name: str) -> None:
@@ -91,25 +93,25 @@ class Draft:
             self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self._lock()
         except OSError as error:
-            _log.warning("%s cannot be kept: %s", self.name, error.strerror)
+            _log.warning("kernel %s cannot be cached: %s", self.name, error.strerror)
             self._close()
         return self
 
     def keep(self, code: Code) -> None:
-        """Keep the machine code; who reads meanwhile finds all of it or nothing."""
+        """Keep the machine code; concurrent readers find all of it or nothing."""
         if self._file < 0 or self._place is None:
             return
         try:
-            os.ftruncate(self._file, 0)  # of one who died
+            os.ftruncate(self._file, 0)  # of a process that died
             os.write(self._file, code.pack())
             os.replace(self._path, self._place)
         except OSError as error:
-            _log.warning("%s is not kept: %s", self.name, error.strerror)
+            _log.warning("kernel %s is not cached: %s", self.name, error.strerror)
 
     def __exit__(self, *_: object) -> None:
         if self._file >= 0:
             with contextlib.suppress(OSError):
-                os.unlink(self._path)  # it is nobody's now: who comes finds the kernel, or begins
+                os.unlink(self._path)  # the next process finds the kernel, or compiles it
         self._close()
 
     @property
@@ -134,22 +136,25 @@ class Draft:
 
 @functools.cache
 def _root() -> Path | None:
-    """Hold the cache directory open for good; its path is by descriptor, so nobody can swap it."""
+    """Return the cache directory by an open descriptor, so that it cannot be swapped."""
     if platform.machine() != "x86_64":  # machine_code.py links no other: each process compiles
         return None
     wanted = config.cache_dir()
     try:
         return Path(f"/proc/self/fd/{open_private(wanted)}")
     except OSError as error:
-        _log.warning("kernels are not kept in %s: %s", wanted, error.strerror or error)
+        _log.warning(
+            "kernels are not cached in %s and are compiled in each process: %s; set "
+            "XDG_CACHE_HOME to a private directory", wanted, error.strerror or error,
+        )  # fmt: skip
         return None
 
 
 def open_private(path: Path) -> int:
-    """Open an absolute directory, made if missing, that nobody else can have put anything into.
+    """Open an absolute directory, made if missing, into which no other user can have written.
 
-    On the way to it everything, links too, must belong to this user or root, and directories be
-    closed to writing by others or sticky; the last one must be this user's alone. Raises OSError.
+    On the path all directories and links must belong to this user or root, and others must not be
+    able to write to a directory unless it is sticky. The last one must be private. Raises OSError.
     """
     names = list(reversed(path.parts))
     folder = os.open(names.pop(), _PLACE)
@@ -177,7 +182,7 @@ def _check(folder: int, *, is_last: bool) -> None:
 
 
 def _step(folder: int, names: list[str]) -> int:
-    """Open what the last of names leads to; a link puts its target's names in its place."""
+    """Open the directory of the last name; a link is replaced by the names of its target."""
     name = names.pop()
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -199,7 +204,7 @@ def _name(folder: int) -> str:
 
 @functools.cache
 def _generation(family: str) -> str:
-    """Name everything the machine code depends on apart from what it is asked to be."""
+    """Return the directory's name: a digest of all that machine code depends on."""
     digest = hashlib.sha256()
     for name in (*SHARED, *SOURCES[family]):
         digest.update((HERE / name).read_bytes())
@@ -217,7 +222,7 @@ def _generation(family: str) -> str:
 
 
 def _processor() -> str:
-    """Name the processor with all that it can do."""
+    """Return the processor's identity and features."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             lines = file.read(CPU_BYTES).split("\n\n")[0].splitlines()

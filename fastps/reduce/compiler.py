@@ -9,18 +9,27 @@ the entry does not need, and has LLVM emit the rest for linking (machine_code.py
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from llvmlite import binding
 from numba.core.registry import cpu_target
 
-from fastps.reduce import kernels
 from fastps.reduce.machine_code import Code, link
 
 # Numba's types are incomplete.
 _cpu: Any = cpu_target
 _llvm: Any = binding
 ENTRY = "fastps_kernel"
+# Module and function that compile each family; few jobs need more than the first.
+FAMILIES = {
+    "reduce": ("kernels", "compile_kernel"),
+    "robust": ("robust", "compile_robust"),
+    "ordered": ("combine_kernels", "compile_ordered"),
+    "codec": ("codec.kernels", "compile_codec"),
+    "byteps": ("codec.byteps", "compile_codec"),
+    "pairs": ("codec.pairs", "compile_codec"),
+}
 
 # LLVM calls memset() for zeros; so code has its own, by the instruction that is made for it.
 _MEMSET = """
@@ -45,31 +54,12 @@ define i64 @{entry}({parameters}) {{
 
 
 def compile_kernel(family: str, *what: Any) -> Any:
-    """Compile one kernel of a family of library.py; give Numba's callback object.
+    """Compile one kernel of a family of library.py; return Numba's callback object.
 
     Its address is valid as long as it lives. Takes about 0.1 s, the first in a process 0.5 s.
     """
-    if family == "reduce":
-        return kernels.compile_kernel(*what)
-    if family == "robust":
-        from fastps.reduce import robust  # noqa: PLC0415  (few jobs need it)
-
-        return robust.compile_robust(*what)
-    if family == "ordered":
-        from fastps.reduce import combine_kernels  # noqa: PLC0415
-
-        return combine_kernels.compile_ordered(*what)
-    if family == "byteps":
-        from fastps.reduce.codec import byteps  # noqa: PLC0415
-
-        return byteps.compile_codec(*what)
-    if family == "pairs":
-        from fastps.reduce.codec import pairs  # noqa: PLC0415
-
-        return pairs.compile_codec(*what)
-    from fastps.reduce.codec import kernels as codec  # noqa: PLC0415
-
-    return codec.compile_codec(*what)
+    module, name = FAMILIES[family]
+    return getattr(importlib.import_module(f"fastps.reduce.{module}"), name)(*what)
 
 
 def code_of(kernel: Any) -> Code:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled kernels of this process: made at most once each, kept for ever.
+"""The compiled kernels of this process: each made at most once, and kept for good.
 
-Decides when a kernel is compiled (at the first request, which is made when a tensor is declared,
-never on the first push). Any Python thread may ask; one compiles at a time, the others wait. The
-table below only ever grows, because C threads keep the addresses: it is not state anybody can
-see change.
+Decides when a kernel is compiled: at the first request, when a tensor is declared, never on the
+first push. Any Python thread may ask; one compiles at a time, the others wait. The table below
+only grows, because C threads keep the addresses.
 """
 
 from __future__ import annotations
@@ -98,13 +97,13 @@ def _address(family: str, *what: Any) -> int:
 
 @functools.cache  # under _lock: a second object would let the first one's address dangle
 def _kernel(family: str, *what: Any) -> Any:
-    """Load what was kept, or compile and keep it; what has an address is kept for ever."""
+    """Load the kernel from the cache, or compile and cache it; it is kept for good."""
     started = time.perf_counter()
     name = "_".join(one.name if isinstance(one, Enum) else str(one) for one in what).lower()
     kernel = _kept(family, name)
     how = "loaded"
     if kernel is None:
-        with cache.Draft(family, name) as draft:  # which another process may have kept by now
+        with cache.Draft(family, name) as draft:  # another process may have cached it by now
             kernel = _kept(family, name)
             if kernel is None:
                 kernel, how = _compiled(family, what, draft), "compiled"
@@ -118,7 +117,7 @@ def _kept(family: str, name: str) -> Any:
 
 
 def _compiled(family: str, what: tuple[Any, ...], draft: cache.Draft) -> Any:
-    """Compile a kernel, and keep its machine code; where that is no use, Numba's callback."""
+    """Compile a kernel and cache its machine code; where that fails, use Numba's callback."""
     from fastps.reduce import compiler  # noqa: PLC0415  (imports Numba)
 
     kernel = compiler.compile_kernel(family, *what)
@@ -126,7 +125,7 @@ def _compiled(family: str, what: tuple[Any, ...], draft: cache.Draft) -> Any:
         code = compiler.code_of(kernel)
         loaded = machine_code.Loaded(code)
     except (machine_code.CannotLink, OSError) as error:
-        _log.info("kernel %s is not kept: %s", draft.name, error)
+        _log.info("kernel %s is not cached: %s", draft.name, error)
         return kernel
     draft.keep(code)
     return loaded

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of this room on NumPy arrays: what a judge of updates measures and mixes.
+"""Norms, distances and mixes of NumPy arrays by the kernels of this room, for judges of updates.
 
 Arrays are C-contiguous, of one float type and one size, and read; what is measured is float64 and
 has the same bits each time. Each call takes one pass over the arrays, without the GIL, and blocks
@@ -52,7 +52,7 @@ def pair_distances(updates: Sequence[Array]) -> Array:
 def mix(updates: Sequence[Array], weights: Sequence[float], like: Array) -> Array:
     """Add updates times their weights, in an array as like; zeros of none.
 
-    What has a weight of 0 is not looked at: it may be NaN.
+    An update of weight 0 is not read: it may have NaN.
     """
     taken = [(one, weight) for one, weight in zip(updates, weights, strict=True) if weight]
     if not taken:
@@ -78,9 +78,12 @@ def _measure(what: str, sources: Sequence[Array], out: Array) -> None:
 def _call(address: int, sources: Sequence[Array], out: Array, args: Any) -> None:
     size = sources[0].size
     if any(one.size != size or not one.flags.c_contiguous for one in sources):
-        raise ValueError("updates differ in size, or are not in one piece")
+        raise ValueError("updates must be C-contiguous and of one size, and these are not")
     if any(one.dtype != sources[0].dtype for one in sources):
-        raise TypeError("updates differ in their element types")
+        raise TypeError(
+            "updates must have one element type, got "
+            + ", ".join(sorted({one.dtype.name for one in sources}))
+        )
     table = (ctypes.c_void_p * len(sources))(*[one.ctypes.data for one in sources])
     with DefaultFloats():
         status = KERNEL(address)(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the user's: which functions a server imports, and none that a worker alone asks for."""
+"""Rules of users: the functions that a server may import."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fastps.errors import ConfigError
 
 
 def find_own(rule: Rule, allowed: str) -> Any:
-    """Return the function of a rule of the user's, None of others; allowed: names, by commas.
+    """Return the function of a user's rule, None for other rules; allowed: names, by commas.
 
-    Its module may be in the present folder too. Raises ConfigError for a name that is not allowed
-    here, or leads to nothing.
+    Its module may be in the current folder too. Raises ConfigError for a name that is not allowed
+    here, or cannot be imported.
     """
     if not rule.own:
         return None
     names = [name.strip() for name in allowed.split(",")]
     if rule.own not in names:
         raise ConfigError(
-            f"rule {rule.own!r} is not among FASTPS_RULES={allowed!r} of this server: add it there"
+            f"rule {rule.own!r} is not among FASTPS_RULES={allowed!r} of this server; add it there"
         )
     module, _, name = rule.own.partition(":")
     try:
@@ -32,5 +32,5 @@ def find_own(rule: Rule, allowed: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, OSError) as error:
         raise ConfigError(
-            f"rule {rule.own!r} cannot be imported on this server: {error}"
+            f"rule {rule.own!r} cannot be imported on this server: {error}; check its name"
         ) from error

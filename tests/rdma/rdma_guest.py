@@ -83,7 +83,7 @@ def fill_cache(folder: Path) -> tuple[str, ...]:
         command = (sys.executable, "-m", "fastps.reduce", *names)
         status, text = run(command, SETUP_TIMEOUT_S, **settings)
         assert status == 0, text
-        assert "not kept" not in text, text
+        assert "not cached" not in text, text
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(fill, (KERNELS[::2], KERNELS[1::2])))

@@ -145,7 +145,7 @@ def test_a_damaged_entry_is_thrown_away(tmp_path):
     for damaged in (whole[: len(whole) // 2], whole[:-1] + b"?", b""):
         entry.write_bytes(damaged)
         text = finish(start(SUM, tmp_path))
-        assert "is not usable" in text
+        assert "is damaged and is compiled again" in text
         assert "compiled in" in text
         assert entry.read_bytes() == whole  # kept again, and the same
 
@@ -197,14 +197,14 @@ def test_what_others_can_change_is_not_opened(tmp_path, kind):
 def test_no_code_is_run_from_what_others_can_change(tmp_path, kind):
     place = make_place(tmp_path, kind)
     text = finish(start(SUM, place.parent))
-    assert "kernels are not kept in" in text
+    assert "kernels are not cached in" in text
     assert "compiled in" in text
     assert not list(place.iterdir())
 
 
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "fastps").write_text("in the way")
-    assert "kernels are not kept in" in finish(start(SUM, tmp_path))
+    assert "kernels are not cached in" in finish(start(SUM, tmp_path))
 
 
 def test_a_directory_is_made_for_us_alone_also_behind_links_of_ours(tmp_path):
