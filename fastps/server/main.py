@@ -87,7 +87,7 @@ def load_config(arguments: argparse.Namespace) -> config.Config:
     if role not in ROLES:
         raise ConfigError(
             f"fastps-server runs the roles {', '.join(ROLES)}, and FASTPS_ROLE or DMLC_ROLE is "
-            f"{role!r}; start the training script instead, or give --role"
+            f"{role!r}; start the training script in its place, or give --role"
         )
     if arguments.command and role != "validator":
         raise ConfigError(
