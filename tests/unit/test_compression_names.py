@@ -27,6 +27,17 @@ SAME = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("onebit", ()), ("topk", (3,)), ("randomk", (3,)), ("dithering", (3,)), ("fp16", ()),
+     ("bf16", ()), ("int8", ()), ("int4", ())],
+)  # fmt: skip
+def test_momentum_is_0_9_and_only_if_it_is_asked_for(name, arguments):
+    make = getattr(Compression, name)
+    assert make(*arguments).mu == 0
+    assert make(*arguments, ef="vanilla", momentum="nesterov").mu == 0.9
+
+
 @pytest.mark.parametrize("said", SAME.values(), ids=list(SAME))
 def test_names_of_byteps(said):
     assert coding_of(said) == ONEBIT

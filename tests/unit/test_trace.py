@@ -20,7 +20,7 @@ from fastps import _core
 from fastps.config import load
 from fastps.errors import FastPSError
 from fastps.telemetry.recorder import Recorder
-from fastps.telemetry.spans import DROPPED, PUSH, QUEUE, RECORD, STEP, read_spans
+from fastps.telemetry.spans import ACTIVITY, DROPPED, PUSH, QUEUE, RECORD, STEP, read_spans
 
 RING = 8192  # spans of one thread that wait for the drain
 
@@ -153,6 +153,22 @@ def test_notes_that_find_the_disk_full_are_said_once_and_end_nothing(tmp_path, c
     assert said == [
         "the trace of this process ends here, and the job goes on: No space left on device"
     ]
+
+
+def test_activities_have_numbers_which_the_notes_name(tmp_path):
+    recorder = Recorder(
+        load({"trace_dir": str(tmp_path), "trace_file": "elsewhere"}, {}),
+        role="worker", number=0, host_id="host/boot", ping=lambda: 0,
+    )  # fmt: skip
+    recorder.begin_activity("load", of="batch")
+    assert recorder.end_activity("batch")
+    assert not recorder.end_activity("batch")
+    recorder.mark_activity("save", 1, of="model")
+    recorder.close()
+    recorder.mark_activity("late", 1, of="model")
+    (path,) = tmp_path.rglob("*.spans")
+    spans = read_spans(path)
+    assert spans["key"][spans["kind"] == ACTIVITY].tolist() == [0, 1]
 
 
 def test_a_forked_child_traces_nothing(tmp_path):

@@ -82,3 +82,8 @@ def test_a_hook_of_the_users_own_goes_on(monkeypatch):
 def test_others_hear_of_an_error_in_one_line(hook, capsys):
     end_with(ValueError("bad batch\n  in data.bin"))
     assert hook == ["ValueError: bad batch in data.bin"]
+
+
+def test_a_long_error_is_cut_for_others(hook, capsys):
+    end_with(ValueError("x" * 1000))
+    assert len(hook[0]) == 300
