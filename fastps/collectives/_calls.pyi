@@ -5,8 +5,8 @@ from typing import Any, Final, ParamSpec, Self, TypeVar, final
 from fastps.collectives._exchange import Operation
 from fastps.worker.handle import Handle
 
-P = ParamSpec("P")
-H = TypeVar("H", bound=Handle[Any])
+_P = ParamSpec("_P")
+_H = TypeVar("_H", bound=Handle[Any])
 
 CACHE_MISS: Final[object]
 
@@ -18,7 +18,7 @@ class MeanwhileError(Exception):
 def invalidate_call_cache() -> None: ...
 def current_epoch() -> int: ...
 def tell_apart(*types: type[Any]) -> None: ...
-def cached(start: Callable[P, H]) -> Callable[P, H]: ...
+def cached(start: Callable[_P, _H]) -> Callable[_P, _H]: ...
 
 @final
 class Calls:

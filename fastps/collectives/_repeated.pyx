@@ -16,8 +16,8 @@ from fastps.collectives._exchange cimport Exchange, Operation, Program, Task
 
 import numpy as np
 
-from fastps.collectives import group_base
-from fastps.collectives._calls import CACHE_MISS, MeanwhileError
+from fastps.collectives import _calls, group_base
+from fastps.collectives._calls import MeanwhileError
 from fastps.collectives.size_cache import SizesDifferError
 
 cdef enum:
@@ -116,12 +116,12 @@ cdef class Repeated:
         """
         begun = self.begin(arrays, before)
         if begun is None:
-            return CACHE_MISS
+            return _calls.CACHE_MISS
         operation, result = begun
         try:
             self.group.finish(operation)
         except SizesDifferError:
-            return CACHE_MISS
+            return _calls.CACHE_MISS
         if current_epoch() != before:
             raise MeanwhileError(operation, result)
         return result

@@ -51,7 +51,7 @@ def steps_of(state: TorchState, number: int) -> None:
 
 
 def held_of(state: TorchState) -> dict[str, Any]:
-    return state._look()
+    return state._copies()
 
 
 @pytest.mark.parametrize("kind", range(len(OPTIMIZERS)))
