@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastps.graph.survivor_weights import is_of_columns, redirected, renormalised, without
+from fastps.graph.survivor_weights import is_of_columns, redirected, remaining, without
 from fastps.graph.weights import Graph, Mixing, mixing
 from fastps.topology import star_graph, with_destinations
 
@@ -55,10 +55,10 @@ def test_scaled_copies_are_made_once_for_each_factor():
 @pytest.mark.parametrize(
     ("own", "sources", "targets", "text"),
     [
-        (0.5, None, None, "both or not at all"),
-        (None, {1: 0.5}, None, "both or not at all"),
+        (0.5, None, None, "both or neither"),
+        (None, {1: 0.5}, None, "both or neither"),
         (0.5, {2: 0.5}, None, r"src_weights name \[2\]"),  # who does not send to 1
-        (None, None, {0: 1.0}, "dst_weights need src_weights"),
+        (None, None, {0: 1.0}, "dst_weights came without src_weights"),
         (0.5, {0: 0.5}, [2, 2], "twice"),
         (0.5, {4: 0.5}, [2], r"src_weights name \[4\]"),
         (0.5, {-1: 0.5}, [2], r"src_weights name \[-1\]"),
@@ -73,14 +73,14 @@ def test_weights_that_fit_no_edge_are_refused(own, sources, targets, text):
 
 
 def test_source_weights_are_a_dictionary():
-    with pytest.raises(TypeError, match="not list"):
+    with pytest.raises(TypeError, match="is a list"):
         mixed(ALIKE, 1, 0.5, [0])
 
 
 def test_those_that_are_left_share_the_weights_of_all():
-    assert renormalised([0.5, 0.25, 0.25], [True, True, False]) == pytest.approx([2 / 3, 1 / 3])
-    assert renormalised([0.5, 0.7], [True, True]) == [0.5, 0.7]
-    assert renormalised([0.0, 1.0], [True, False]) == [0.0]
+    assert remaining([0.5, 0.25, 0.25], [True, True, False]) == pytest.approx([2 / 3, 1 / 3])
+    assert remaining([0.5, 0.7], [True, True]) == [0.5, 0.7]
+    assert remaining([0.0, 1.0], [True, False]) == [0.0]
 
 
 def test_what_a_lost_target_would_have_had_is_shared():
@@ -100,19 +100,19 @@ def test_what_a_lost_target_would_have_had_is_shared():
 
 def test_a_mixing_without_some_others():
     whole = mixed(ALIKE, 0)
-    assert without(whole, 0, (), keeps_row=True) is whole
-    left = without(whole, 0, {2}, keeps_row=True)
+    assert without(whole, 0, (), keeps_sum=True) is whole
+    left = without(whole, 0, {2}, keeps_sum=True)
     assert (left.edges.sources, left.edges.targets) == ((1, 3), ((1, -1), (3, -1)))
     assert left.weights == pytest.approx((1 / 3,) * 3)
     assert not left.edges.is_mean
-    assert without(whole, 0, {2}, keeps_row=False).weights == (0.25,) * 3
+    assert without(whole, 0, {2}, keeps_sum=False).weights == (0.25,) * 3
 
 
 def test_copies_and_ignored_messages_of_the_lost_go_too():
     graph = Graph(with_destinations([[1, 2], [0], [0]]), is_weighted=False)
     how = mixed(graph, 0, 0.5, {1: 0.5}, {1: 3.0, 2: 3.0})
-    left = without(how, 0, {2}, keeps_row=True)
+    left = without(how, 0, {2}, keeps_sum=True)
     assert (left.edges.targets, left.weights) == (((1, 0),), (0.5, 0.5, 3.0))
     how = mixed(graph, 0, 0.5, {1: 0.5})
-    assert without(how, 0, {2}, keeps_row=True).edges.ignored == ()
+    assert without(how, 0, {2}, keeps_sum=True).edges.ignored == ()
     assert how.edges.ignored == (2,)

@@ -424,7 +424,7 @@ class TestValidators:
         table.keys_ready(3, keys.request_id)
         (peer, poisoned), (server, again) = self.declare(table, 2)
         assert (peer, type(poisoned)) == (10, TensorPoisoned)
-        assert "the validators'" in poisoned.message
+        assert "belongs to the validators" in poisoned.message
         assert (server, type(again)) == (13, DeclareKeys)
         ((peer, answer),) = table.keys_ready(3, again.request_id)
         assert (peer, type(answer)) == (12, Declared)

@@ -126,7 +126,7 @@ def test_arrays_overlap_unless_the_input_is_its_place_in_the_output():
     check_arrays("x", None, whole)
     with pytest.raises(ValueError, match="x: an array is not C-contiguous"):
         check_arrays("x", whole, whole[::2])
-    with pytest.raises(ValueError, match="the output is int32, the input float32"):
+    with pytest.raises(ValueError, match="out is int32, but the input is float32"):
         check_arrays("x", whole, whole.astype(np.int32))
 
 

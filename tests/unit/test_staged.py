@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from fastps.collectives.staged import Line, Lines, Made, resume, run
+from fastps.collectives.staged import Line, Lines, resume, run
 from fastps.errors import ShutdownError
+from fastps.worker.handle import completed
 
 SOON_S = 20.0
 
@@ -85,7 +86,7 @@ def lines() -> Iterator[Lines]:
 
 def stages(operations: list[Operation], result: Any) -> Iterator[Operation]:
     yield from operations
-    return Made(result)
+    return completed(result)
 
 
 def begun(lines: Lines, group: Group, name: str | None, n: int) -> tuple[Any, list[Operation]]:
