@@ -5,7 +5,7 @@ To check arrays, names and sizes, to choose a schedule and to make a handle take
 while its code lies in the caches, and 50 after a long copy; the engine needs a third of that. So
 a call is looked up by all that was given to it, arrays by shape and dtype. When such a call has
 been through once, and was one operation on just these arrays, a Repeated is left here, which
-begins the same on others (_repeated.pyx).
+begins the same on others (_repeated.pxi).
 
 Whatever may change what a call means or does forgets them all: invalidate_call_cache(). Threads:
 any, with the GIL.

@@ -7,6 +7,7 @@ from fastps.collectives.descriptions import About
 from fastps.collectives.schedule import Step
 from fastps.transport._link import LinkOwner
 from fastps.worker._engine import WorkerEngine
+from fastps.worker.handle import Array
 
 @final
 class Program:
@@ -99,3 +100,25 @@ class Exchange(LinkOwner):
     def leave(self) -> None: ...
     def dismiss(self) -> None: ...
     def statistics(self) -> dict[str, int]: ...
+
+def pack(
+    rows: Array, counts: list[int], row_bytes: int, width: int, dtype: int, room: int
+) -> bytearray: ...
+
+@final
+class Blocks:
+    counts: list[int]
+    is_whole: bool
+    is_full: bool
+    odd: int
+    its: tuple[int, int]
+    def __new__(cls, found: bytearray, n: int, row_bytes: int, width: int, dtype: int) -> Self: ...
+    def land(self, out: Array) -> Array: ...
+
+def repeated_of(operation: Operation, arrays: list[Array], result: Any) -> Repeated | None: ...
+
+@final
+class Repeated:
+    def __new__(cls) -> Self: ...
+    def run(self, arrays: list[Array], before: int) -> Any: ...
+    def begin(self, arrays: list[Array], before: int) -> tuple[Operation, Any] | None: ...

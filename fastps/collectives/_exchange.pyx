@@ -25,18 +25,20 @@ operation is done when no link has its memory any more, so whoever sees that may
 """
 
 cimport cython
+from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memmove, memset
+from libc.string cimport memcpy, memmove, memset
 
 from fastps._core cimport (
     E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, SPAN_OPERATION,
     BufferPool, completion_is_done, completion_part_done, completion_reset,
     completion_wait_signals, deadline_of, pooled_copy, pooled_fold, now_ns, trace_span, tracing,
 )
+from fastps.collectives._calls cimport current_epoch
 from fastps.native.atomic cimport fps_add32, fps_add64, fps_cas32, fps_load32, fps_swap32
 from fastps.native.copy cimport FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_sleep, fps_wake
@@ -53,7 +55,14 @@ from fastps.transport.frame cimport (
 from fastps.worker._engine cimport WorkerEngine
 from fastps.worker._stage cimport Plan
 
+import numpy as np
+
+from fastps.collectives import _calls, descriptions
+from fastps.collectives._calls import MeanwhileError
+from fastps.collectives.size_cache import SizesDifferError
 from fastps.errors import DuplicateNameError, error_of
+
+cdef type ndarray = np.ndarray
 
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
@@ -91,6 +100,7 @@ cdef enum Landing:              # what the frame under way on a link is
     IN_EARLY = 4
     IN_DISCARD = 5
 
+include "_eager_rows.pxi"
 include "_messages.pxi"
 include "_folds.pxi"
 include "_legs.pxi"
@@ -764,3 +774,6 @@ cdef class Exchange(LinkOwner):
         free(self.state.peers)
         free(self.state.discard)
         free(self.state)
+
+
+include "_repeated.pxi"

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 Brought: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]  # dtype and shape of each array
 
 MANY_SHOWN = 4  # arrays of a grouped operation that an error describes
+# What join() takes part in, and may be over on a member before others begin
+MAY_END_FIRST = ("broadcast", "reduce")
 _FORMS = 65_521  # the largest prime that 16 bits hold
 
 

@@ -25,8 +25,7 @@ from fastps.types import DType, Op, ReduceOp
 from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
-    from fastps.collectives._exchange import Operation
-    from fastps.collectives._repeated import Repeated
+    from fastps.collectives._exchange import Operation, Repeated
 
 ANYBODY = -1
 
@@ -44,8 +43,8 @@ class Group(GroupBase):
 
     @staticmethod
     def repeated_of(operation: Operation, arrays: list[Array], result: Any) -> Repeated | None:
-        """Return what starts an operation once more, for the cache of calls; see _repeated.pyx."""
-        from fastps.collectives._repeated import repeated_of  # noqa: PLC0415  (few need it at once)
+        """Return what starts an operation once more, for the cache of calls; see _repeated.pxi."""
+        from fastps.collectives._exchange import repeated_of  # noqa: PLC0415  (few need it at once)
 
         return repeated_of(operation, arrays, result)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastps.collectives import schedule as plans
 from fastps.collectives.channels import Channels, Part, is_single, whole_of
-from fastps.collectives.descriptions import About, Brought, form_of, rows_of
+from fastps.collectives.descriptions import MAY_END_FIRST, About, Brought, form_of, rows_of
 from fastps.collectives.overlap import check_arrays, copy_alone, is_apart
 from fastps.collectives.schedule import Schedule
 from fastps.collectives.size_cache import SizeCache, SizeGuess, SizesDifferError
@@ -64,9 +64,6 @@ SUMS = ("allreduce", "reduce", "reducescatter")
 FORMED = (*SUMS, "broadcast", "scatter")  # all members bring arrays of one shape
 # At a time, of one name; those of neighbors may be left to finish when their optimizer goes.
 MAY_BE_SEVERAL = ("barrier", "neighbor")
-
-# What join() takes part in, and may be over on a member before others begin
-MAY_END_FIRST = ("broadcast", "reduce")
 
 
 class GroupBase:

@@ -23,8 +23,7 @@ from fastps.types import DType
 from fastps.worker.handle import Array, completed
 
 if TYPE_CHECKING:
-    from fastps.collectives._eager_rows import Blocks
-    from fastps.collectives._exchange import Operation
+    from fastps.collectives._exchange import Blocks, Operation
     from fastps.collectives.group import Group
 
 ROOM_BYTES = 8 << 10  # of a block on one machine, where a copy costs less than an exchange,
@@ -70,7 +69,7 @@ def tell(rows: Rows) -> Generator[Operation, None, Blocks]:
 
     Raises MismatchError on all members where shapes of rows, dtypes or roots differ.
     """
-    from fastps.collectives._eager_rows import Blocks, pack  # noqa: PLC0415  (few need them at once)
+    from fastps.collectives._exchange import Blocks, pack  # noqa: PLC0415  (few need them at once)
 
     group, counts, width = rows.group, rows.counts, rows.width
     code = form_of(rows_of(rows.brought)) | (rows.root + 1) << ROOT_SHIFT

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.collectives._eager_rows import Blocks, pack
+from fastps.collectives._exchange import Blocks, pack
 from fastps.collectives.row_counts import Rows, tell
 from fastps.collectives.size_cache import SizeCache
 from fastps.errors import MismatchError

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of row_counts.py: blocks of rows behind their heads, for a few microseconds."""
+# Part of _exchange.pyx: the bytes of row_counts.py, blocks of rows behind their heads.
 
-cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
-from cpython.bytearray cimport PyByteArray_AS_STRING
-from libc.stdint cimport int64_t, uint64_t
-from libc.string cimport memcpy
-
-
-cdef packed struct Head:        # little-endian, as all that travels
+cdef packed struct RowsHead:        # little-endian, as all that travels
     int64_t rows                # of the block behind it
     int64_t width               # elements of a row
     int64_t dtype
@@ -21,22 +14,22 @@ def pack(rows, list counts, int64_t row_bytes, int64_t width, int64_t dtype, uin
 
     rows: a C-contiguous array. Without the rows if a block of them has no room behind its head.
     """
-    cdef uint64_t block = sizeof(Head) + room
+    cdef uint64_t block = sizeof(RowsHead) + room
     cdef bytearray made = bytearray(block * len(counts))
     cdef char* to = PyByteArray_AS_STRING(made)
     cdef const char* at
-    cdef Head* head
+    cdef RowsHead* head
     cdef Py_buffer view
     cdef int64_t count
     cdef int64_t largest = max(counts) * row_bytes, least = min(counts) * row_bytes
     PyObject_GetBuffer(rows, &view, PyBUF_SIMPLE)
     at = <const char*>view.buf
     for count in counts:
-        head = <Head*>to
+        head = <RowsHead*>to
         head.rows, head.width, head.dtype = count, width, dtype
         head.largest, head.least = largest, least
         if <uint64_t>largest <= room:
-            memcpy(to + sizeof(Head), at, count * row_bytes)
+            memcpy(to + sizeof(RowsHead), at, count * row_bytes)
         at += count * row_bytes
         to += block
     PyBuffer_Release(&view)
@@ -60,14 +53,14 @@ cdef class Blocks:
     cdef readonly tuple its
 
     def __cinit__(self, bytearray found, int n, int64_t row_bytes, int64_t width, int64_t dtype):
-        cdef int64_t room = len(found) // n - sizeof(Head)
+        cdef int64_t room = len(found) // n - sizeof(RowsHead)
         cdef char* at = PyByteArray_AS_STRING(found)
-        cdef Head* head
+        cdef RowsHead* head
         cdef int place
         self.found, self.row_bytes, self.counts = found, row_bytes, []
         self.is_whole, self.is_full, self.odd, self.its = True, True, -1, ()
         for place in range(n):
-            head = <Head*>(at + place * (sizeof(Head) + room))
+            head = <RowsHead*>(at + place * (sizeof(RowsHead) + room))
             self.counts.append(head.rows)
             self.is_full &= head.least > 0
             self.is_whole &= head.largest <= room and 0 <= head.rows * row_bytes <= room
@@ -77,7 +70,7 @@ cdef class Blocks:
     def land(self, out):
         """Put all rows into an array, one block after the other, and give it; if is_whole."""
         cdef uint64_t block = len(self.found) // len(self.counts)
-        cdef const char* at = PyByteArray_AS_STRING(self.found) + sizeof(Head)
+        cdef const char* at = PyByteArray_AS_STRING(self.found) + sizeof(RowsHead)
         cdef Py_buffer view
         cdef char* to
         cdef int64_t count

@@ -1,30 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An operation that was begun once and checked whole, begun again on other arrays like those.
-
-They have the shapes and dtypes of those, which the caller has seen to, and lie as they did:
-C-contiguous, and apart or one over the other in the same way. The rest is what the first was.
-"""
-
-cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
-from libc.stdint cimport int64_t, uintptr_t
-from libc.string cimport memset
-
-from fastps._core cimport OK
-from fastps.collectives._calls cimport current_epoch
-from fastps.collectives._exchange cimport Exchange, Operation, Program, Task
-
-import numpy as np
-
-from fastps.collectives import _calls, group_base
-from fastps.collectives._calls import MeanwhileError
-from fastps.collectives.size_cache import SizesDifferError
+# Part of _exchange.pyx: an operation that was begun once and checked whole, begun again on other
+# arrays like those.
+#
+# They have the shapes and dtypes of those, which the caller has seen to, and lie as they did:
+# C-contiguous, and apart or one over the other in the same way. The rest is what the first was.
 
 cdef enum:
     NOTHING = -1                # in place of an array
     NEW = -2                    # made for the call
-
-cdef type ndarray = np.ndarray
 
 
 cdef const char* address_of(array) except? NULL:
@@ -102,7 +85,7 @@ cdef class Repeated:
             operation.group, operation.about, operation.guess)
         memset(&self.what, 0, sizeof(Task))
         copy_what(&self.what, &operation.task)
-        self.is_noted = self.about is not None and self.about[2][0] in group_base.MAY_END_FIRST
+        self.is_noted = self.about is not None and self.about[2][0] in descriptions.MAY_END_FIRST
         self.is_over = lie_over(operation)
         self.apart = apart(operation)
         self.is_same = self.source >= 0 and self.target >= 0 and (
