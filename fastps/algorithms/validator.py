@@ -121,7 +121,7 @@ class Validator:
             session, {worker: self.held.codes_of(worker) for worker in self.workers},
             self.held.arrays, self.ledger, channel=self.held.channel,
         )  # fmt: skip
-        session.tallies.append(self.statistics)
+        session.extra_statistics.append(self.statistics)
 
     @property
     def rule(self) -> Any:

@@ -64,7 +64,7 @@ cdef class Calls:
         everything.append(self)
 
     def again(self, tuple args, dict options):
-        """Make a call that was made before, and give its result, or MISSED. Blocks."""
+        """Make a call that was made before, and return its result, or CACHE_MISS. Blocks."""
         cdef int64_t before = changes
         cdef list arrays = []
         repeated = self.find(args, options, arrays)

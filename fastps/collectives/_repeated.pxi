@@ -93,7 +93,7 @@ cdef class Repeated:
         return not self.group.is_uneven
 
     def run(self, list arrays, int64_t before):
-        """Do it, and give the call's result, or MISSED: it has to be checked whole. Blocks.
+        """Do it, and return the call's result, or CACHE_MISS: check it whole. Blocks.
 
         before: current_epoch() when it was looked up. MeanwhileError if there are others now.
         """

@@ -370,7 +370,7 @@ cdef int place_contribution(Round* round, Contribution* part, const Header* head
     """Borrow a frame in its sender's memory, or set *place to a place of ours.
 
     Frames that kernels cannot read in place are copied: those of a unit of several frames, and
-    those that are not aligned. A frame of a failed round is dropped.
+    those that are not aligned. A frame of a failed round is not counted: see count_push().
     """
     cdef Entry* entry = round.sum.entry
     if (payload == NULL or <size_t>payload % entry.itemsize

@@ -329,7 +329,7 @@ class Connections:
         ]  # fmt: skip
 
     def reach(self, members: Sequence[int]) -> None:
-        """Make the links to members that there are not yet; blocks as Node.reach() does."""
+        """Make the links to members that there are not yet; blocks as PeerLinks.reach() does."""
         assert self.node is not None
         for member in members:
             if self.exchange.is_linked(member):

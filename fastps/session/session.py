@@ -152,7 +152,7 @@ class Session(ForgetMixin):
         self._alone = single_worker.Tensors()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         self.held: dict[str, Any] = {}  # by name: see algorithms/held_parameters.py
-        self.tallies: list[Callable[[], dict[str, float]]] = []  # what else statistics() counts
+        self.extra_statistics: list[Callable[[], dict[str, float]]] = []  # what statistics() adds
         fork.sessions.add(self)
         if config.num_servers or config.n_programs > 1 or config.force_distributed:
             self._join()
@@ -189,10 +189,10 @@ class Session(ForgetMixin):
         policy: of fastps.contract.contract. compression, rule: of fastps.push_pull(). updates: of
         what validators change, the compression of what is pushed to them. parts: name, dtype and
         shape of each thing that travels in these tensors, compared with the first. terms: others
-        of arrays.make_layout(). Declaring twice is allowed. Blocks until every server is ready for
-        them. Raises MismatchError when another worker, or this one earlier, declared one
-        differently, ConfigError when no server is there for the policy or the rule, or such a
-        rule cannot be.
+        of tensor_spec.make_layout(). Declaring twice is allowed. Blocks until every server is
+        ready for them. Raises MismatchError when another worker, or this one earlier, declared
+        one differently; ConfigError when there is no server for the policy or the rule, or the
+        rule is not possible.
         """
         self.check_usable()
         if policy != Policy.SUM and not (self._client and self.connections.owners):
@@ -672,7 +672,7 @@ class Session(ForgetMixin):
         numbers = {"wait_seconds": self.wait_seconds[0], **self.steps.statistics()}
         if self._client is not None and not self.is_over:
             numbers |= self.connections.statistics()
-        for tally in self.tallies:
+        for tally in self.extra_statistics:
             numbers |= tally()
         return numbers
 

@@ -117,7 +117,7 @@ cdef struct Link:
     # Withdraw. Any thread.
     void (*withdraw)(Link* link, uint64_t key, int how) noexcept nogil
     uint32_t capabilities   # set of Capability; known when the owner gets the link
-    uint32_t peer           # rank of a worker or index of a server
+    uint32_t peer           # number of the member at the other end
     uint32_t lane           # number of the link among those to one peer
     Owner owner
     LinkStats stats

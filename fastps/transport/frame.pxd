@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# The frame header as C sees it; wire.py holds the same layout as a struct.Struct and a test
-# compares the two. Little-endian, 48 bytes, no padding.
+# The frame header as C sees it; tests/aids/wire.py has the same layout as a struct.Struct, and a
+# test compares the two. Little-endian, 48 bytes, no padding.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
 cdef packed struct Header:
@@ -41,7 +41,7 @@ cdef enum FrameKind:
     KIND_WINDOW = 11
 
 cdef enum FrameFlag:
-    FLAG_AVERAGE = 1        # divide the sum by the number of contributions
+    FLAG_AVERAGE = 1        # divide the sum by the number of workers (Cast.divisor)
     FLAG_NO_RESULT = 2      # the pusher wants an empty RESULT as acknowledgement (broadcast root)
     FLAG_BROADCAST = 4      # the round has one contribution, the root's; others PULL
     FLAG_PLAIN = 8          # of a tensor with a codec: this operation goes unencoded, both ways
