@@ -90,7 +90,7 @@ cdef class Repeated:
         self.apart = apart(operation)
         self.is_same = self.source >= 0 and self.target >= 0 and (
             arrays[self.source] is arrays[self.target])
-        return not self.group.is_uneven
+        return not self.group.has_joined_peers
 
     def run(self, list arrays, int64_t before):
         """Do it, and return the call's result, or CACHE_MISS: check it whole. Blocks.

@@ -188,13 +188,13 @@ class GroupBase:
             return
         if operation.about.key[0] in MAY_END_FIRST:
             self._host.keep(operation)
-        if self.is_uneven:
+        if self.has_joined_peers:
             self._host.tell(operation)
 
     @property
-    def is_uneven(self) -> bool:
+    def has_joined_peers(self) -> bool:
         """Whether somebody has run out of data."""
-        return self._host.is_uneven
+        return self._host.has_joined_peers
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Make an array for a result."""

@@ -29,7 +29,7 @@ class GroupContext(Protocol):
         """The engine."""
 
     @property
-    def is_uneven(self) -> bool:
+    def has_joined_peers(self) -> bool:
         """Whether somebody has run out of data."""
 
     def reach(self, members: Sequence[int]) -> None:

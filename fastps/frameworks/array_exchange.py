@@ -258,7 +258,7 @@ class ArrayExchange:
         if not written.size and not read.size:
             written = read = np.empty(bucket.shape, numpy_dtype(bucket.code))
         if not number and self._is_declared:
-            current.current().ways.group(self._label, [each.name for each in self._buckets])
+            current.current().routes.group(self._label, [each.name for each in self._buckets])
         some = self.specs if not number else bucket.specs  # the first bucket describes all arrays
         handle = start_allreduce(
             read, written, self._terms.op, bucket.name, self._terms.process_set, dtype=bucket.code,
@@ -351,7 +351,7 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
         return
     labels = free_names(session, list(zip(names, shapes, codes, strict=True)))
     if labels:
-        session.ways.group(names[0], labels)
+        session.routes.group(names[0], labels)
     kinds: dict[DType, list[int]] = {}
     for place, code in enumerate(codes):
         kinds.setdefault(code, []).append(place)

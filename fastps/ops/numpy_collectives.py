@@ -102,7 +102,7 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     session = current()
     if session.size == 1:
         return session.rank
-    return session.uneven.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
+    return session.join_state.join(session.config.op_timeout_s if timeout_s is None else timeout_s)
 
 
 @cached

@@ -170,7 +170,7 @@ def _start_some(
     names = [f"{name}.{place}" for place in places]
     if name is not None and _goes_by_servers(some, names, op, process_set, code):
         outs, session = some if is_in_place else None, current()
-        session.ways.group(name, names)
+        session.routes.group(name, names)
         handle = session.push_pull_async(some, names, average=op is Average, out=outs, dtype=code)
         return [_Part(handle.scale(factor, code), places, list)]
     small = [place for place in places if arrays[place].nbytes <= FUSED_BYTES]
@@ -502,7 +502,7 @@ def start_reducescatter(
     brought: Brought = (),
     factor: float = 1.0,
 ) -> Handle[Any]:
-    """Start a reduce-scatter of rows, into out; the first members get one more if uneven.
+    """Start a reduce-scatter of rows, into out; the first members get one more if join_state.
 
     brought: all arrays of the grouped operation that begins with it. factor: what the result is
     multiplied by.

@@ -29,9 +29,9 @@ _STEPPED = "stepped alone"
 class Drift:
     """What one worker knows of others' weights; one for each session."""
 
-    def __init__(self, session: SessionHost, uneven: JoinState) -> None:
+    def __init__(self, session: SessionHost, join_state: JoinState) -> None:
         self._session: SessionHost = weakref.proxy(session)
-        self._uneven = uneven
+        self._join_state = join_state
         self._told: dict[int, tuple[str, list[int]]] = {}  # by rank
 
     def begun(self) -> dict[str | int, int] | None:
@@ -39,7 +39,7 @@ class Drift:
         groups = self._session.known_groups
         if groups is not None and groups.has_windows:
             return None
-        return self._uneven.counts()
+        return self._join_state.counts()
 
     def tell(self, what: str, prints: Sequence[int]) -> None:
         """Tell rank 0 what the weights amount to. what: which weights, and after which step."""

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from fastps.control.client import ControlClient
     from fastps.session.groups import Groups
     from fastps.session.join import JoinState
+    from fastps.session.routes import RouteChecker
     from fastps.session.single_worker import Tensors
-    from fastps.session.ways import RouteChecker
     from fastps.worker._engine import WorkerEngine
     from fastps.worker._plan import PlannedTensor
 
@@ -44,7 +44,7 @@ class ForgetMixin:
     """The part of a session that forgets names."""
 
     config: Config
-    uneven: JoinState
+    join_state: JoinState
     check_usable: Callable[[], None]
     _check_poison: Callable[[Sequence[str]], None]
     _client: ControlClient | None
@@ -54,7 +54,7 @@ class ForgetMixin:
     _alone: Tensors
     _tensors: dict[str, PlannedTensor]
     n_forgotten: int  # calls of forget()
-    ways: RouteChecker
+    routes: RouteChecker
 
     def forget(self, names: Names) -> None:
         """Forget declared tensors on all workers and servers; see fastps.forget(). Blocks."""
@@ -63,7 +63,7 @@ class ForgetMixin:
         check_distinct(names)
         self._check_poison(names)
         self.n_forgotten += 1
-        self.ways.forget(names)
+        self.routes.forget(names)
         groups = self._groups
         known = [name for name in names if groups is not None and groups.knows(name)]
         declared = self._tensors if self._client is not None else self._alone.layouts
@@ -98,5 +98,5 @@ class ForgetMixin:
             for name, tensor in tensors.items():
                 self._tensors.pop(name, None)  # close() may have been called
                 self._engine.forget(tensor)
-        self.uneven.forget(tensors)
+        self.join_state.forget(tensors)
         client.dropped(request)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from fastps.session.differences import Differences
     from fastps.session.host import SessionHost
     from fastps.session.join import JoinState
+    from fastps.session.routes import RouteChecker
     from fastps.session.stall_watch import StallWatch
-    from fastps.session.ways import RouteChecker
     from fastps.transport._link import Mapping
     from fastps.transport.shm import Arena
 
@@ -50,10 +50,10 @@ class Groups:
     """What groups need of a session; makes them."""
 
     def __init__(
-        self, session: SessionHost, uneven: JoinState, ways: RouteChecker, stalls: StallWatch,
-        differences: Differences,
+        self, session: SessionHost, join_state: JoinState, routes: RouteChecker,
+        stalls: StallWatch, differences: Differences,
     ) -> None:  # fmt: skip
-        self._session, self._uneven, self._ways = session, uneven, ways
+        self._session, self._join_state, self._routes = session, join_state, routes
         self._stalls, self._differences = stalls, differences
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self._world = self._make(self._everybody())
@@ -183,7 +183,7 @@ class Groups:
 
     def close(self) -> None:
         """End what has threads, and forget operations; idempotent."""
-        self._uneven.past.clear()
+        self._join_state.past.clear()
         if self._lines is not None:
             self._lines.close(self._session.config.shutdown_timeout_s)
         if self._windows is not None:
@@ -235,7 +235,7 @@ class Groups:
         invalidate_call_cache()
         kept = set().union(*(some for _, (_, some, _) in told))
         for group, name in used:
-            self._uneven.forget(group.forget(name, kept))
+            self._join_state.forget(group.forget(name, kept))
 
     # ---- what a group asks for ----
 
@@ -292,14 +292,14 @@ class Groups:
     def check_name(self, group: Membership, name: str) -> None:
         """Raise MismatchError for a name that has failed for all workers."""
         if group is self._world:
-            self._ways.check(name)
+            self._routes.check(name)
 
     def waiting(self, explain: Explain) -> Waiting:
         """Return what handles of a group need to wait for its operations."""
         config = self._session.config
         return Waiting(
             explain, config.op_timeout_s, config.spin_us, self._session.wait_seconds,
-            self._uneven.lack,
+            self._join_state.lack,
         )  # fmt: skip
 
     @property
@@ -315,23 +315,23 @@ class Groups:
             self._lines.finish(timeout_s)
 
     @property
-    def is_uneven(self) -> bool:
+    def has_joined_peers(self) -> bool:
         """Whether somebody has run out of data."""
-        return self._uneven.is_on
+        return self._join_state.is_on
 
     def keep(self, operation: Operation) -> None:
         """Keep what may be over here before those know of it who have run out of data."""
-        self._uneven.keep(operation)
+        self._join_state.keep(operation)
 
     def tell(self, operation: Operation) -> None:
         """Let those take part who have run out of data."""
-        self._uneven.tell_group(operation)
+        self._join_state.tell_group(operation)
 
     def refusal(self, operation: Operation) -> str:
         """Return why others made an operation fail, where that is known; else empty."""
-        if why := self._ways.why(operation):
+        if why := self._routes.why(operation):
             return why
-        refusal = self._uneven.refusal(operation)
+        refusal = self._join_state.refusal(operation)
         return refusal and f"{operation.name}: {refusal}"
 
     def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:

@@ -60,6 +60,7 @@ from fastps.session.drift import Drift
 from fastps.session.forget import ForgetMixin
 from fastps.session.host import StartedTensor
 from fastps.session.join import AVERAGE, JoinState
+from fastps.session.routes import RouteChecker
 from fastps.session.stall_watch import StallWatch, dispute
 from fastps.session.steps import Steps
 from fastps.session.tensor_spec import (
@@ -76,7 +77,6 @@ from fastps.session.tensor_spec import (
     outputs_of,
     pair,
 )
-from fastps.session.ways import RouteChecker
 from fastps.transport.tcp import LOCAL_CHUNK_BYTES
 from fastps.types import DType, checked_seconds, dtype_of, numpy_dtype
 from fastps.worker.handle import Array, OperationHandle, Waiting
@@ -144,10 +144,10 @@ class Session(ForgetMixin):
         self._groups: Groups | None = None
         self.n_forgotten = 0
         self.steps = Steps(self)
-        self.uneven = JoinState(self, self.steps)
-        self.ways = RouteChecker(self, self.uneven)
-        self.stalls = StallWatch(self, self.ways, self.steps)
-        self.differences, self.drift = Differences(self), Drift(self, self.uneven)
+        self.join_state = JoinState(self, self.steps)
+        self.routes = RouteChecker(self, self.join_state)
+        self.stalls = StallWatch(self, self.routes, self.steps)
+        self.differences, self.drift = Differences(self), Drift(self, self.join_state)
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self._alone = single_worker.Tensors()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
@@ -264,7 +264,7 @@ class Session(ForgetMixin):
 
         parts: of declare(); None: any. MismatchError for one about which workers disagreed.
         """
-        self.ways.check(name)
+        self.routes.check(name)
         if self._poisoned:
             self._check_poison((name,))
         known = self._layout_of(name)
@@ -357,7 +357,7 @@ class Session(ForgetMixin):
             begun = start(*args, **options)
         except _ENDINGS as error:
             raise self._ended(names[0] if names else "", error) from None
-        if self._poisoned or self.uneven.is_on:
+        if self._poisoned or self.join_state.is_on:
             self._note_started(names)
         return begun
 
@@ -371,8 +371,8 @@ class Session(ForgetMixin):
 
         And let those take part who have run out of data.
         """
-        if self.uneven.is_on:
-            self.uneven.tell(self.started(names))
+        if self.join_state.is_on:
+            self.join_state.tell(self.started(names))
         for name in names:
             if name in self._poisoned:
                 self.poison(self._poisoned[name])
@@ -405,7 +405,7 @@ class Session(ForgetMixin):
         status = known.wait(timeout_s=self.config.op_timeout_s, spin_us=self.config.spin_us)
         self.wait_seconds[0] += time.perf_counter() - began
         assert isinstance(tensor, np.ndarray)
-        if status == 0 and not (average and self.uneven.has_rounds):
+        if status == 0 and not (average and self.join_state.has_rounds):
             return tensor
         handle = self._handle([known], [tensor], _reduction(average), is_single=True)
         return handle.wait(0.0)  # raises, or corrects an average
@@ -434,7 +434,7 @@ class Session(ForgetMixin):
             begun = self._engine.start(known, array, array, average=average, priority=priority)
         except _ENDINGS as error:
             raise self._ended(name, error) from None
-        if self._poisoned or self.uneven.is_on:
+        if self._poisoned or self.join_state.is_on:
             self._note_started((name,))
         return begun
 
@@ -547,7 +547,7 @@ class Session(ForgetMixin):
         config = self.config
         return Waiting(
             self._explain, config.op_timeout_s, config.spin_us, self.wait_seconds,
-            self.uneven.lack,
+            self.join_state.lack,
         )  # fmt: skip
 
     def _handle(
@@ -567,7 +567,9 @@ class Session(ForgetMixin):
         if self._groups is None:
             from fastps.session.groups import Groups  # noqa: PLC0415  (most jobs need none)
 
-            self._groups = Groups(self, self.uneven, self.ways, self.stalls, self.differences)
+            self._groups = Groups(
+                self, self.join_state, self.routes, self.stalls, self.differences
+            )
         return self._groups
 
     @property
@@ -575,7 +577,7 @@ class Session(ForgetMixin):
         """The groups, if there was a use for them."""
         return self._groups
 
-    # ---- uneven inputs ----
+    # ---- workers that have called join() ----
 
     def started(self, names: Sequence[str] | None = None) -> list[StartedTensor]:
         """Return what was started last on tensors; None: of all, what is in flight."""
@@ -771,22 +773,22 @@ class Session(ForgetMixin):
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
         self._witness.on_event(event)
-        self.uneven.wake()
+        self.join_state.wake()
         if isinstance(event, TensorPoisoned):
             self.poison(event)
         elif isinstance(event, Told):
-            heard = (self.ways, self.differences, self.drift)
+            heard = (self.routes, self.differences, self.drift)
             if not any(one.hear(event) for one in heard):
-                self.uneven.hear(event)
+                self.join_state.hear(event)
         elif isinstance(event, Locate):
             self.stalls.answer(event)
         elif isinstance(event, PeerLost):
             log.info("%s", event)  # the scheduler warns of it, and operations raise it
             if not self.config.goes_on:
-                self.uneven.end(Status.PEER_LOST)
+                self.join_state.end(Status.PEER_LOST)
         elif isinstance(event, JobOver):
             log.warning("the job is over: %s", event.reason)
-            self.uneven.end(Status.SHUTDOWN)
+            self.join_state.end(Status.SHUTDOWN)
 
     # ---- the end ----
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from fastps.control.client import ControlClient
     from fastps.control.protocol import Layout, Locate
     from fastps.session.host import GroupTable, SessionHost
+    from fastps.session.routes import RouteChecker
     from fastps.session.steps import Steps
-    from fastps.session.ways import RouteChecker
     from fastps.worker._plan import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ IN_VAIN = math.inf  # since when an operation is waited for whose wait ended in 
 class StallWatch:
     """What one worker waits for; one for each session."""
 
-    def __init__(self, session: SessionHost, ways: RouteChecker, steps: Steps) -> None:
+    def __init__(self, session: SessionHost, routes: RouteChecker, steps: Steps) -> None:
         self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
-        self._ways, self._steps = ways, steps
+        self._routes, self._steps = routes, steps
         self._watch_s = session.config.stall_watch_s
         self._next_s = self._next_hand_s = self._watch_s
         self._since: dict[tuple[str, int], float] = {}  # when place and version were first seen
@@ -79,7 +79,7 @@ class StallWatch:
             self._since.setdefault(key, now)
         ages = {one: now - self._since[one.place, one.version] for one in pending}
         waiting = [one for one in ages if one.name and ages[one] >= LEAST_S]
-        self._ways.look(sorted(waiting, key=lambda one: (-ages[one], one.place)))
+        self._routes.look(sorted(waiting, key=lambda one: (-ages[one], one.place)))
         oldest = self._oldest(pending)
         waited_s = 0.0 if oldest is None else now - self._since[oldest.place, oldest.version]
         if oldest is None or waited_s < self._watch_s:
@@ -171,7 +171,7 @@ class StallWatch:
                 number = max(number - layout.staleness, 0)
         what = f"tensor {one.name!r} (operation {one.version} on it{self._step()})"
         is_sum = layout is not None and layout.policy is Policy.SUM
-        name = self._ways.name_of(one.name) if is_sum else ""
+        name = self._routes.name_of(one.name) if is_sum else ""
         return Pending(TENSOR + one.name, number, one.version, what, members, name)
 
     def _step(self) -> str:

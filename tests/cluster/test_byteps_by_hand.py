@@ -136,7 +136,7 @@ def test_one_machine_needs_nobody_else(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "environ", "text"),
     [
-        (["train.py"], {"DMLC_ROLE": "server"}, "init() makes a worker"),
+        (["train.py"], {"DMLC_ROLE": "server"}, "init() is for workers"),
         (SERVER[1:], {"DMLC_ROLE": "worker"}, "start the training script in its place"),
         ([*LAUNCH[1:], "x"], {"DMLC_ROLE": "worker"}, "DMLC_NUM_WORKER='' must be a whole number"),
         ([*LAUNCH[1:], "x"], {"DMLC_NUM_WORKER": "2"}, "DMLC_WORKER_ID='' must be a whole number"),

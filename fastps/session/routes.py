@@ -57,9 +57,9 @@ class _Grouped(NamedTuple):
 class RouteChecker:
     """What one worker knows of names under which workers start different things."""
 
-    def __init__(self, session: SessionHost, uneven: JoinState) -> None:
+    def __init__(self, session: SessionHost, join_state: JoinState) -> None:
         self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
-        self._uneven = uneven
+        self._join_state = join_state
         self._grouped: dict[str, dict[str, _Grouped]] = {}  # by name and way
         self._wholes: dict[str, str] = {}  # by tensor: the name of the grouped sum it is part of
         self._told: set[tuple[str, int]] = set()  # what waits and was told of
@@ -134,11 +134,11 @@ class RouteChecker:
     def _is_comparable(self) -> bool:
         """Whether this worker starts what its program says, and not what others do."""
         session = self._session
-        return session.size > 1 and session.rank < session.size and not self._uneven.is_on
+        return session.size > 1 and session.rank < session.size and not self._join_state.is_on
 
     def _age(self) -> tuple[int, int]:
         """Return what counts anew: rounds of join(), and names that were forgotten."""
-        return self._uneven.round, self._session.n_forgotten
+        return self._join_state.round, self._session.n_forgotten
 
     def hear(self, event: Told) -> bool:
         """Take what another worker tells, if it is for us."""
