@@ -66,7 +66,7 @@ def test_mistakes_of_which_no_message_tells(way):
 
 def test_a_mistake_of_ours_is_told_with_its_cure():
     for op, name in run_job(programs_collectives.mistakes_of_one, workers=2, servers=0):
-        assert "op is fastps.Average, Sum" in op
+        assert "op must be fastps.Average, Sum" in op
         assert "'again' was declared before as float64 of shape (3,)" in name
         assert "now declares float64 of shape (4,)" in name
         assert "another name" in name

@@ -58,5 +58,5 @@ def test_a_worker_that_is_stopped_holds_up_nobody():
 
 def test_who_leaves_out_needs_servers():
     shared = {"FASTPS_SHARED_MEMORY": "1"}
-    with pytest.raises(AssertionError, match="needs servers that are trusted"):
+    with pytest.raises(AssertionError, match="needs trusted servers"):
         run_job(programs.recursions, workers=2, servers=0, environment=shared)

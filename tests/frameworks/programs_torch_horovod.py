@@ -177,9 +177,9 @@ def errors_have_the_types_of_horovod_s(rank, size):
         assert hvd.synchronize(handle).tolist() == [1.0] * 3
     assert issubclass(hvd.DuplicateNameError, hvd.HorovodInternalError)
     for kind in (ValueError, TypeError, hvd.HorovodInternalError):
-        with pytest.raises(kind, match=r"splits .* are not integers"):
+        with pytest.raises(kind, match=r"splits must be integers"):
             hvd.alltoall(torch.ones(size), torch.ones(size))
-        with pytest.raises(kind, match="op must not be Adasum here"):
+        with pytest.raises(kind, match="op=Adasum is supported by"):
             hvd.reducescatter(torch.ones(size), op=hvd.Adasum)
 
 

@@ -114,7 +114,7 @@ def rows(members, **how):
     found, received = hvd.alltoall(x, splits, **how)
     assert received.tolist() == [place] * size
     assert found[:, 0].tolist() == [rank for rank in members for _ in range(place)]
-    raises(TypeError, "are not integers",
+    raises(TypeError, "must be integers",
            lambda: hvd.alltoall(torch.arange(size), torch.full((size,), 0.5), **how))
     even = hvd.synchronize(hvd.alltoall_async(torch.arange(size) + 10 * me, **how))
     assert even.tolist() == [place + 10 * rank for rank in members]
@@ -259,7 +259,7 @@ for call in (
     lambda *a, **how: hvd.DistributedOptimizer(
         torch.optim.SGD(model_of(0).parameters(), lr=1), **how),
 ):
-    raises(TypeError, "not a ProcessSet", lambda: call(one, process_set=None))
+    raises(TypeError, "must be a ProcessSet", lambda: call(one, process_set=None))
 raises(RuntimeError, "not declared", lambda: hvd.forget("nothing"))
 raises(ValueError, "op=Average", lambda: hvd.DistributedOptimizer(
     torch.optim.SGD(model_of(0).parameters(), lr=1), op=hvd.Sum, gradient_predivide_factor=2.0))
