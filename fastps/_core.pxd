@@ -10,6 +10,7 @@ from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leav
 cdef enum Status:
     OK = 0
     E_TIMEOUT = -1          # StallError
+    E_AGAIN = E_TIMEOUT     # not yet: the caller asks again
     E_SHUTDOWN = -2
     E_PEER_LOST = -3
     E_PROTOCOL = -4

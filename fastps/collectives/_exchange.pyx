@@ -34,8 +34,8 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memmove, memset
 
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, SPAN_OPERATION,
-    BufferPool, completion_is_done, completion_part_done, completion_reset,
+    E_AGAIN, E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, OK,
+    SPAN_OPERATION, BufferPool, completion_is_done, completion_part_done, completion_reset,
     completion_wait_signals, deadline_of, pooled_copy, pooled_fold, now_ns, trace_span, tracing,
 )
 from fastps.collectives._calls cimport current_epoch

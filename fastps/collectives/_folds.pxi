@@ -70,11 +70,11 @@ cdef int make_chunk(State* state, Fold* fold, uint64_t chunk, uint32_t source,
 
 cdef int made(State* state, Fold* fold, uint64_t chunk, uint32_t source,
               const char* payload) noexcept nogil:
-    """Do a chunk that is complete; OK: the fold is done, E_TIMEOUT: there is more to come."""
+    """Do a chunk that is complete; OK: the fold is done, E_AGAIN: there is more to come."""
     cdef int status = make_chunk(state, fold, chunk, source, payload)
     if status != OK:
         return status
-    return OK if fps_add32(&fold.chunks_left, -1) == 0 else E_TIMEOUT
+    return OK if fps_add32(&fold.chunks_left, -1) == 0 else E_AGAIN
 
 
 cdef int fold_came(State* state, Fold* fold, uint64_t chunk, uint32_t source,
@@ -82,7 +82,7 @@ cdef int fold_came(State* state, Fold* fold, uint64_t chunk, uint32_t source,
     """A source of a chunk came into a buffer of the pool, which is now the fold's."""
     fold.came[chunk * fold.n_sources + source] = loan
     if fps_add32(&fold.counts[chunk], 1) < <int32_t>fold.n_remote:
-        return E_TIMEOUT
+        return E_AGAIN
     return made(state, fold, chunk, source, NULL)
 
 
@@ -105,7 +105,7 @@ cdef int fold_alone(State* state, Fold* fold) noexcept nogil:
     cdef int status = OK
     for chunk in range(n_chunks(fold.leg.nbytes)):
         status = made(state, fold, chunk, 0, NULL)
-        if status != OK and status != E_TIMEOUT:
+        if status != OK and status != E_AGAIN:
             return status
     return OK
 

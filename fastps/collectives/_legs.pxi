@@ -455,7 +455,7 @@ cdef void after_fold(State* state, Leg* leg, uint32_t nbytes, int status,
     leg.is_landing = False
     if status == OK:
         end_leg(state, leg.fold.leg, work)
-    elif status != E_TIMEOUT:
+    elif status != E_AGAIN:
         fail_task(state, leg.task, status, state.me, work)
     if leg.received == leg.nbytes or leg.task.status != OK:
         drop(state, &leg.entry)

@@ -248,7 +248,7 @@ cdef int make_value(Entry* entry) noexcept nogil:
 
 
 cdef int begin(Caller* caller, const Header* header) noexcept nogil:
-    """Begin a member's next operation. E_TIMEOUT: the last one's answers have not all left."""
+    """Begin a member's next operation. E_AGAIN: the last one's answers have not all left."""
     cdef Entry* entry = caller.value.entry
     cdef int status
     if header.key_version != caller.version + 1 or caller.is_open or caller.is_waiting:
@@ -256,7 +256,7 @@ cdef int begin(Caller* caller, const Header* header) noexcept nogil:
     if header.offset:
         return E_PROTOCOL
     if fps_load32(&caller.in_flight):
-        return E_TIMEOUT
+        return E_AGAIN
     if entry.compensation.strength:
         status = prepare(caller, header)
         if status != OK:

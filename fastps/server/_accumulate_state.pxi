@@ -17,7 +17,7 @@
 # happens under entry.lock. The buffer in which a push landed carries the answer back: a copy of
 # the value, which others change meanwhile. Memory: the value, and what members have in flight.
 #
-# A member's next operation is put off (E_TIMEOUT) until all answers to the one before have left.
+# A member's next operation is put off (E_AGAIN) until all answers to the one before have left.
 #
 # A value has a stamp: the number of changes it has seen. Each answer carries it (header.status),
 # and a pull may wait for a given stamp.

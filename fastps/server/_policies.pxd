@@ -66,7 +66,7 @@ cdef struct Policy:
     # At declaration. OK or E_NOMEM.
     int (*make)(Entry* entry) noexcept nogil
     # A frame of member `index` comes. *place gets where its bytes go; or stays NULL if payload is
-    # not, and they may stay there. E_TIMEOUT: not yet, ask again. Another status ends the link.
+    # not, and they may stay there. E_AGAIN: not yet, ask again. Another status ends the link.
     int (*admit)(Entry* entry, uint32_t index, Link* link, const Header* header,
                  const char* payload, char** place) noexcept nogil
     # The bytes of a frame that was admitted are there. From admit() of a PUSH on is_idle() is

@@ -17,7 +17,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps._core cimport (
-    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_RESULT,
+    E_MISMATCH, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_AGAIN, OK, PROBE_SERVER_RESULT,
     PROBE_SERVER_SUM, SPAN_RECEIVE, SPAN_RESULT, SPAN_SUM, BufferPool, is_traced, now_ns,
     probe_hit, run_rule, trace_span, tracing,
 )

@@ -261,7 +261,7 @@ cdef void forget_parts(Round* round) noexcept nogil:
 cdef int turn_over(Round* round, const Header* header) noexcept nogil:
     """Begin a new version in a slot whose previous round is over; entry.lock is held.
 
-    E_TIMEOUT: a result was received, but is not yet marked as sent; ask again.
+    E_AGAIN: a result was received, but is not yet marked as sent; ask again.
     """
     cdef Entry* entry = round.sum.entry
     if not is_possible(round, BEGIN):
@@ -269,7 +269,7 @@ cdef int turn_over(Round* round, const Header* header) noexcept nogil:
     if header.key_version != round.version + 2 and (round.version or header.key_version > 2):
         return E_PROTOCOL
     if fps_load32(&round.in_flight):
-        return E_TIMEOUT
+        return E_AGAIN
     if round.state == FAILED:
         give_back_all(round)
     round.late = round.verdict

@@ -30,7 +30,7 @@
 # That needs every pusher's push of v + 1, which each sends only after it has received all of v. So
 # when the first byte of v + 2 lands in rounds[v & 1], no result of v is in flight. The link of a
 # worker that breaks this is cut (E_PROTOCOL). A frame that comes before the link has reported a
-# result as sent is put off (E_TIMEOUT), so a buffer in flight is never written. A round v + 1 that
+# result as sent is put off (E_AGAIN), so a buffer in flight is never written. A round v + 1 that
 # fails breaks the chain: a member that writes without asking gets its error only when the results
 # of v have left.
 #

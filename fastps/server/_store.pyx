@@ -31,7 +31,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
 from fastps._core cimport (
-    E_PROTOCOL, E_TIMEOUT, OK, PROBE_SERVER_LANDING, BufferPool, completion_is_done,
+    E_PROTOCOL, E_AGAIN, OK, PROBE_SERVER_LANDING, BufferPool, completion_is_done,
     completion_reset, completion_wait, deadline_of, now_ns, probe_hit, queue_close, queue_create,
     queue_free, queue_pop, rule_fn, thread_create, thread_join,
 )
@@ -134,7 +134,7 @@ cdef int ask(Store* store, Link* link, const Header* header, const char* payload
     cdef Entry* entry = find_entry(store, header.key)
     cdef int status = check_frame(entry, link, header)
     if status == OK and fps_load32(&entry.is_leaving):
-        status = E_TIMEOUT
+        status = E_AGAIN
     if status == OK:
         status = entry.policy.admit(entry, entry.cast.index_of[link.peer], link, header, payload,
                                     place)

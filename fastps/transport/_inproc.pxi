@@ -99,7 +99,7 @@ cdef int move_frames(InprocLink* link) noexcept nogil:
         if link.current == &link.base.bye:
             return E_SHUTDOWN
         status = move_frame(link, link.current)
-    if status == E_TIMEOUT:
+    if status == E_AGAIN:
         return OK               # the twin's owner is asked again soon
     return E_PROTOCOL if status == E_SHUTDOWN else status
 

@@ -16,7 +16,7 @@
 # only bytes that are at least as urgent as an item count against its credit, so every worker gets
 # to send the most urgent item.
 #
-# An owner that is not ready for a frame defers it (E_TIMEOUT): the frame stays where it is, and so
+# An owner that is not ready for a frame defers it (E_AGAIN): the frame stays where it is, and so
 # do the frames behind it on this link. The thread serves its other links, and this link sends. The
 # owner is asked again at once for EAGER_NS, then with every timer; after WAITING_NS the link ends.
 #
@@ -196,7 +196,7 @@ cdef int put_off(BaseLink* link) noexcept nogil:
         kick_io(link)
     else:
         fps_store32(&link.io.has_starved, 1)
-    return E_TIMEOUT
+    return E_AGAIN
 
 
 cdef char* ask_landing(BaseLink* link, const Header* header, int* status) noexcept nogil:
@@ -204,7 +204,7 @@ cdef char* ask_landing(BaseLink* link, const Header* header, int* status) noexce
     cdef void* place
     status[0] = OK
     place = owner.landing(owner.context, &link.link, header, status)
-    if status[0] == E_TIMEOUT:
+    if status[0] == E_AGAIN:
         status[0] = put_off(link)
         return NULL
     link.waiting_since = 0
@@ -216,7 +216,7 @@ cdef char* ask_landing(BaseLink* link, const Header* header, int* status) noexce
 cdef int ask_adopt(BaseLink* link, const Header* header, const char* payload) noexcept nogil:
     cdef Owner* owner = &link.link.owner
     cdef int status = owner.adopt(owner.context, &link.link, header, payload)
-    if status == E_TIMEOUT:
+    if status == E_AGAIN:
         return put_off(link)
     link.waiting_since = 0
     return status

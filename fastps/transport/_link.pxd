@@ -50,7 +50,7 @@ cdef inline uint64_t turn_of(const SendItem* item) noexcept nogil:
 cdef struct Owner:
     void* context
     # A valid header arrived. Return where its `length` bytes go (not NULL; ignored when length is
-    # 0), or NULL and *status < 0, which closes the link. E_TIMEOUT instead defers the frame and
+    # 0), or NULL and *status < 0, which closes the link. E_AGAIN instead defers the frame and
     # those behind it: the transport asks again soon, for 30 s at most. The callback must have
     # changed nothing then. Meanwhile this link sends, and other links go on.
     void* (*landing)(void* context, Link* link, const Header* header, int* status) noexcept nogil
@@ -266,7 +266,7 @@ cdef void give_back(SendItem* item, int status) noexcept nogil  # also NULL
 
 # ---- receiving: the I/O thread ----
 # Return where the owner wants a frame; NULL only for an empty one, or with a negative *status.
-# E_TIMEOUT: keep the frame; `serve` asks again.
+# E_AGAIN: keep the frame; `serve` asks again.
 cdef char* ask_landing(BaseLink* link, const Header* header, int* status) noexcept nogil
 # The same for an owner that takes it by reference.
 cdef int ask_adopt(BaseLink* link, const Header* header, const char* payload) noexcept nogil

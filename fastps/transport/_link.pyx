@@ -15,7 +15,7 @@ from libc.string cimport memset
 from posix.unistd cimport usleep
 
 from fastps._core cimport (
-    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_TIMEOUT, OK, PROBE_LINK_RECV,
+    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_AGAIN, OK, PROBE_LINK_RECV,
     PROBE_LINK_SEND, QueueStats, crc32c, deadline_of, now_ns, probe_hit, queue_close,
     queue_create, queue_credit_return, queue_free, queue_lend, queue_pop_nowait, queue_push,
     queue_set_credit, queue_stats, thread_create, thread_join, tracing,

@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, OK, Completion, completion_part_done, completion_reset,
+    E_PEER_LOST, E_PROTOCOL, E_AGAIN, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of, now_ns,
 )
 from fastps.native.atomic cimport fps_add32, fps_load32, fps_store32
@@ -75,7 +75,7 @@ cdef void* echo_landing(void* context, Link* link, const Header* header,
         return NULL
     if fps_load32(&state.hesitations) > 0:
         fps_add32(&state.hesitations, -1)
-        status[0] = E_TIMEOUT
+        status[0] = E_AGAIN
         return NULL
     return place.rounds[header.key_version & 1] + header.offset
 

@@ -11,7 +11,7 @@ from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
 from fastps._core cimport (
-    E_NOMEM, E_PROTOCOL, E_TIMEOUT, OK, Completion, completion_part_done, completion_reset,
+    E_NOMEM, E_PROTOCOL, E_AGAIN, OK, Completion, completion_part_done, completion_reset,
     completion_wait, deadline_of,
 )
 from fastps.native.atomic cimport fps_add32, fps_load32, fps_store32
@@ -67,7 +67,7 @@ cdef void* box_landing(void* context, Link* link, const Header* header,
     cdef Letter* letter
     if fps_load32(&box.hesitations[link.peer]) > 0:
         fps_add32(&box.hesitations[link.peer], -1)
-        status[0] = E_TIMEOUT
+        status[0] = E_AGAIN
         return NULL
     if header.length > box.max_frame:
         status[0] = E_PROTOCOL

@@ -135,7 +135,7 @@ cdef int take_message(RdmaLink* link, const char* message, uint32_t length) noex
 cdef int take_arrival(RdmaLink* link, const Done* done) noexcept nogil:
     """Take a message or an immediate number, which has used up a posted buffer.
 
-    E_TIMEOUT: its owner is not ready for it, and nothing was changed.
+    E_AGAIN: its owner is not ready for it, and nothing was changed.
     """
     cdef int error
     cdef int status
@@ -190,7 +190,7 @@ cdef int take_deferred(RdmaLink* link) noexcept nogil:
     while link.deferred.first != link.deferred.end:
         status = take_arrival(link, &link.deferred.entries[link.deferred.first % RECEIVES])
         if status != OK:
-            return OK if status == E_TIMEOUT else status
+            return OK if status == E_AGAIN else status
         link.deferred.first += 1
     return OK
 
@@ -205,10 +205,10 @@ cdef bint lets_us_send(RdmaLink* link, const Done* done) noexcept nogil:
 
 cdef int take_or_defer(RdmaLink* link, const Done* done) noexcept nogil:
     """Take an arrival in order, or defer it. Sends go on: owners may wait for those."""
-    cdef int status = E_TIMEOUT
+    cdef int status = E_AGAIN
     if link.deferred.first == link.deferred.end or lets_us_send(link, done):
         status = take_arrival(link, done)
-    if status != E_TIMEOUT:
+    if status != E_AGAIN:
         return status
     link.deferred.entries[link.deferred.end % RECEIVES] = done[0]
     link.deferred.end += 1

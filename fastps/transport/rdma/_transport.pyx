@@ -55,7 +55,7 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcpy, memset, strerror
 
 from fastps._core cimport (
-    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_TIMEOUT,
+    E_LINK_TIMEOUT, E_NOMEM, E_PEER_LOST, E_PROTOCOL, E_SHUTDOWN, E_SYS, E_AGAIN,
     PROBE_LINK_RECV, PROBE_LINK_SEND, OK, crc32c, deadline_of, now_ns, probe_hit,
 )
 from fastps.native.atomic cimport fps_cas32, fps_load32, fps_store32

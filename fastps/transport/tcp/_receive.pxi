@@ -21,7 +21,7 @@ cdef int find_place(TcpLink* link) noexcept nogil:
     """Ask the owner where the payload goes; OK also when the owner defers the frame."""
     cdef int status
     link.recv_to = ask_landing(&link.base, &link.recv_header, &status)
-    if status == E_TIMEOUT:
+    if status == E_AGAIN:
         if not link.is_read_paused:
             pause_reading(link, True)
         return OK

@@ -108,7 +108,7 @@ cdef void follow_pace(TcpLink* link) noexcept nogil:
 
 
 cdef int write_batch(TcpLink* link) noexcept nogil:
-    """Write once. OK: progress; E_TIMEOUT: the socket is full; E_PEER_LOST: it is broken."""
+    """Write once. OK: progress; E_AGAIN: the socket is full; E_PEER_LOST: it is broken."""
     cdef msghdr message
     cdef ssize_t count
     memset(&message, 0, sizeof(message))
@@ -123,7 +123,7 @@ cdef int write_batch(TcpLink* link) noexcept nogil:
         return OK
     if errno == EINTR:
         return OK
-    return E_TIMEOUT if errno == EAGAIN else E_PEER_LOST
+    return E_AGAIN if errno == EAGAIN else E_PEER_LOST
 
 
 cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
@@ -138,7 +138,7 @@ cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
         if link.base.link.stats.bytes_sent - start >= budget:
             return True
         status = write_batch(link)
-        if status == E_TIMEOUT:
+        if status == E_AGAIN:
             link.send_blocked = True
             if link.send_unsent:
                 follow_pace(link)

@@ -26,7 +26,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_TIMEOUT, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
+    E_PEER_LOST, E_PROTOCOL, E_AGAIN, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
 )
 from fastps.native.atomic cimport fps_fence, fps_load32, fps_store32
 from fastps.native.posix cimport (
