@@ -66,6 +66,12 @@ FORMED = (*SUMS, "broadcast", "scatter")  # all members bring arrays of one shap
 MAY_BE_SEVERAL = ("barrier", "neighbor")
 
 
+def explain(operation: Operation, _: int, status: int | None, timeout_s: float) -> FastPSError:
+    """Word the error of an operation of whichever group: what all groups of a session wait by."""
+    error: FastPSError = operation.group.explain(operation, status, timeout_s)
+    return error
+
+
 class GroupBase:
     """The members of a process set.
 
@@ -87,7 +93,7 @@ class GroupBase:
         self.is_on_one_machine = len(set(self.machines)) == 1
         self._kinds: dict[object, ReadyKind] = {}
         self._routes: dict[tuple[object, ...], tuple[ReadyKind, int, str]] = {}  # of messages
-        self._waiting = host.waiting(self._explain)
+        self._waiting = host.waiting
         self.channels = Channels(self.key)
         self.steady = SizeCache()
         self.gate, self.is_removed = threading.RLock(), False
@@ -267,7 +273,7 @@ class GroupBase:
     def wait_until_over(self, operation: Operation, left_s: float, limit_s: float) -> None:
         """Wait for an exchange for left_s; StallError, as of limit_s, if it is not over then."""
         if self._waiting.wait(operation, left_s) is None:
-            raise self._explain(operation, 0, None, limit_s)
+            raise self.explain(operation, None, limit_s)
 
     def exchange_sizes(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
@@ -349,7 +355,7 @@ class GroupBase:
         try:
             limit_s = self._waiting.timeout_s
             if (status := self._waiting.wait(operation, limit_s)) != Status.OK:
-                raise self._explain(operation, 0, status, limit_s)
+                raise self.explain(operation, status, limit_s)
         except SizesDifferError:
             self.steady.missed(operation.guess.key)
             raise
@@ -427,9 +433,8 @@ class GroupBase:
             raise TypeError(f"dtype {code.name.lower()} does not fit an array of {array.dtype}")
         return code
 
-    def _explain(
-        self, operation: Operation, kind: int, status: int | None, timeout_s: float
-    ) -> FastPSError:
+    def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
+        """Word the error of an operation that failed, or, if status is None, did not end."""
         if status == Status.MISMATCH and operation.differs:
             return SizesDifferError(f"{operation.name}: sizes are not those of before")
         refusal = self._host.refusal(operation) if status == Status.MISMATCH else ""

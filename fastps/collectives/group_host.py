@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from fastps.errors import FastPSError
-from fastps.worker.handle import Array, Explain, Waiting
+from fastps.worker.handle import Array, Waiting
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
@@ -51,8 +51,9 @@ class GroupContext(Protocol):
     def lines(self) -> Lines:
         """What lets operations of several exchanges go on."""
 
-    def waiting(self, explain: Explain) -> Waiting:
-        """Return what handles of a group need to wait for its operations."""
+    @property
+    def waiting(self) -> Waiting:
+        """What handles need to wait for operations of groups."""
 
     def keep(self, operation: Operation) -> None:
         """Keep what may be over here before those know of it who have run out of data."""

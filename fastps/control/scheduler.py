@@ -248,7 +248,7 @@ class Scheduler:
         if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
             return True
         said = f"{join.role} {join.rank}"
-        text = f"{token.who} says to be {said}, which its token does not prove"
+        text = f"{token.who} claims to be {said}, which its token does not prove"
         host, *_ = writer.get_extra_info("peername") or ("unknown",)
         self._gate.refuse("another's place", host, text)
         if isinstance(join, Join):

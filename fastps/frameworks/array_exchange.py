@@ -403,12 +403,15 @@ _exchanges: dict[Hashable, ArrayExchange] = {}
 _exchanges_lock = threading.Lock()
 
 
-def exchange_of(specs: Sequence[Spec], terms: Terms, *, label: str = "") -> ArrayExchange:
+def exchange_of(
+    plugin: str, specs: Sequence[Spec], terms: Terms, *, label: str = ""
+) -> ArrayExchange:
     """Return the exchange of these arrays, the same one for the same arguments.
 
+    plugin: which of them asks, since each has operations of its own in flight. label: of errors.
     It lives as long as the process, for the programs that a framework has traced with it may.
     """
-    key = (tuple(specs), label, terms.key)
+    key = (plugin, tuple(specs), label, terms.key)
     with _exchanges_lock:
         if key not in _exchanges:
             _exchanges[key] = ArrayExchange(specs, terms, label=label)

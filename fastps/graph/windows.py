@@ -53,7 +53,7 @@ class _Host(Protocol):
     def living(self) -> Group: ...
     def gather(self, obj: Any, name: str) -> dict[int, Any]: ...
     def check_usable(self) -> None: ...
-    def waiting(self, explain: Explain) -> Waiting: ...
+    def waiting_by(self, explain: Explain) -> Waiting: ...
     def explain(self, operation: Any, status: int | None, timeout_s: float) -> FastPSError: ...
 
 
@@ -77,7 +77,6 @@ class WindowTable:
 
     def __init__(self, host: _Host, group: Group, neighbors: Neighbors) -> None:
         self._host, self._group, self._neighbors = host, group, neighbors
-        self._waiting = host.waiting(self._explain)
         self._own_exchange: Exchange | None = None  # of a job of one worker, which has no other
         if group.size == 1:
             engine = WorkerEngine(me=0, n_members=1, lanes={})
@@ -333,7 +332,9 @@ class WindowTable:
     # ---- ends ----
 
     def _handle(self, actions: Sequence[WindowAction], output: Array) -> OperationHandle:
-        return OperationHandle(actions, (output,), self._waiting, is_single=True)
+        return OperationHandle(
+            actions, (output,), self._host.waiting_by(self._explain), is_single=True
+        )
 
     def _explain(
         self, action: WindowAction, _operation: int, status: int | None, timeout_s: float
@@ -345,8 +346,8 @@ class WindowTable:
             )
         if status == Status.TIMEOUT:
             return StallError(
-                f"{action.name}: worker {action.culprit} has held the lock of a buffer, or its "
-                f"mutex, for {timeout_s:g} s; see whether it is stopped, or raise "
+                f"{action.name}: worker {action.culprit} still holds the lock of a buffer, or its "
+                f"mutex, after {timeout_s:g} s; see whether it is stopped, or raise "
                 "FASTPS_OP_TIMEOUT_S"
             )
         return self._host.explain(action, status, timeout_s)

@@ -78,7 +78,10 @@ def _measure(what: str, sources: Sequence[Array], out: Array) -> None:
 def _call(address: int, sources: Sequence[Array], out: Array, args: Any) -> None:
     size = sources[0].size
     if any(one.size != size or not one.flags.c_contiguous for one in sources):
-        raise ValueError("updates must be C-contiguous and of one size, and these are not")
+        raise ValueError(
+            "updates must be C-contiguous and of one size, got sizes "
+            + ", ".join(str(one.size) for one in sources)
+        )
     if any(one.dtype != sources[0].dtype for one in sources):
         raise TypeError(
             "updates must have one element type, got "

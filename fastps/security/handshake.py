@@ -84,7 +84,7 @@ class Claim(NamedTuple):
         """Return the error text of a claim that is not proven."""
         if not self.who:
             return f"the peer does not know the job token; {_TOKEN_ADVICE}"
-        return f"the peer says to be {self.who}, and does not know that token; {_TOKEN_ADVICE}"
+        return f"the peer claims to be {self.who}, and does not know that token; {_TOKEN_ADVICE}"
 
 
 # Returns the claim of a hello by its purpose, sender and lane; AuthError where there is none.

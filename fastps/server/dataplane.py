@@ -333,12 +333,12 @@ class DataPlane:
         self._make_entries(
             spec, cast_kept(self._job.n_workers, self._job.generation),
             kernel=self._kernel(spec), unit=Unit.PARTITION, states=kept,
-            staleness=ANY_STALENESS,
+            staleness=ANY_STALENESS, inline_bytes=0,
         )  # fmt: skip
 
     def _make_entries(
         self, spec: KeySpec, cast: Cast | None, wire_bytes: Mapping[int, int] | None = None,
-        **options: Any,
+        inline_bytes: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """Make the store's entries of our partitions, as their contract says.
 
@@ -357,7 +357,7 @@ class DataPlane:
             dtype=dtype,
             itemsize=dtype.itemsize,
             chunk_bytes=wire_chunk(layout.coding, layout.chunk_bytes),
-            inline_bytes=self._config.inline_sum_bytes,
+            inline_bytes=(self._config.inline_sum_bytes if inline_bytes is None else inline_bytes),
             version=spec.version,
             policy=layout.policy,
             **options,

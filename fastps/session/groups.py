@@ -7,6 +7,7 @@ first use, arrays, and the words of a failure. Threads: any.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.channels import BARRIER
 from fastps.collectives.descriptions import Membership
 from fastps.collectives.group import Group
+from fastps.collectives.group_base import explain as explain_operation
 from fastps.collectives.row_counts import gather_objects
 from fastps.collectives.staged import Lines
 from fastps.errors import (
@@ -294,8 +296,13 @@ class Groups:
         if group is self._world:
             self._routes.check(name)
 
-    def waiting(self, explain: Explain) -> Waiting:
-        """Return what handles of a group need to wait for its operations."""
+    @functools.cached_property
+    def waiting(self) -> Waiting:
+        """What handles need to wait for operations of groups."""
+        return self.waiting_by(explain_operation)
+
+    def waiting_by(self, explain: Explain) -> Waiting:
+        """Return the same with another function that words errors."""
         config = self._session.config
         return Waiting(
             explain, config.op_timeout_s, config.spin_us, self._session.wait_seconds,

@@ -556,7 +556,7 @@ class Session(ForgetMixin):
     ) -> OperationHandle:  # fmt: skip
         return OperationHandle(
             tickets, outputs, self._waiting, is_single=is_single, operation=operation,
-            is_average=operation == AVERAGE,
+            is_average=operation == AVERAGE and self._client is not None,
         )  # fmt: skip
 
     # ---- groups ----
@@ -814,6 +814,7 @@ class Session(ForgetMixin):
     def abandon(self) -> None:
         """Give up in a forked child: close the links' descriptors, so that our death is seen."""
         self.state = State.FORKED
+        self.__dict__.pop("_waiting", None)
         if hasattr(self, "connections"):  # also while close() ends them
             self.connections.abandon()
 

@@ -98,6 +98,8 @@ class Handle(Generic[T]):
     @property
     def source(self) -> int:
         """Place in its set of the member that a receive got its message from, once it is done."""
+        if not self.operations:
+            raise AttributeError("only the handle of a receive has a source", name="source")
         operation = self.operations[0]
         return int(operation.group.ranks.index(operation.met))
 

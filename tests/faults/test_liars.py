@@ -83,7 +83,7 @@ def spec(name: str, **changes: object) -> TensorSpec:
 def speak_for_others(job: Job, own: Token) -> None:
     """Join as who the token does not prove, and dial the scheduler as others."""
     for role, rank in (("validator", 0), ("server", 0), ("worker", 0)):
-        with pytest.raises(ConfigError, match="worker 1 says to be"):
+        with pytest.raises(ConfigError, match="worker 1 claims to be"):
             join(settings(job, own, rank=rank), role)
     address = ("127.0.0.1", job.scheduler_port)
     key = own.key(CONTROL, job.job_id)
@@ -172,8 +172,8 @@ def test_a_liar_is_refused_named_and_counted_and_disturbs_nobody(kind):
             assert [one.result() for one in job.of_role("validator")] == [right]
         said = job.scheduler.stderr() + job.servers[0].stderr()
         for words in (
-            "another's place", "worker 1 says to be validator 0",
-            "says to be validator 0, and does", "says to be member 0, and does",
+            "another's place", "worker 1 claims to be validator 0",
+            "claims to be validator 0, and does", "claims to be member 0, and does",
             "refused a declaration", "refuses worker 1",
         ):  # fmt: skip
             assert words in said, (words, said)

@@ -47,7 +47,7 @@ def _exchange_torch(gradients: Sequence[Any], prefix: str, terms: Terms) -> list
         for i, one in zip(places, arrays, strict=True)
     ]
     if specs:
-        exchange_of(specs, terms, label=prefix).add(arrays, arrays)
+        exchange_of("keras", specs, terms, label=prefix).add(arrays, arrays)
     return found
 
 

@@ -68,7 +68,7 @@ def push_bucket(
 def add_in_place(array: Any, name: str, terms: Terms, *, priority: int = 0) -> None:
     """Average or sum one NDArray over all workers, in place; returns at once."""
     check_array(array)
-    exchange = exchange_of([spec_of(name, array.shape, array.dtype)], terms)
+    exchange = exchange_of("mxnet", [spec_of(name, array.shape, array.dtype)], terms)
     push_bucket(exchange, 0, [array], priority=priority)
 
 
@@ -170,10 +170,13 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[Any], name: str | None = None, **options: Any
+    tensors: Sequence[Any],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Return allgather() of each tensor; blocks."""
-    return on_each(allgather, tensors, name, **options)
+    return on_each(allgather, tensors, name, process_set=process_set)
 
 
 def alltoall(

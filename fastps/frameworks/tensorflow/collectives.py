@@ -221,10 +221,14 @@ def allgather(
 
 @as_it_is
 def grouped_allgather(
-    tensors: Sequence[Any], name: str | None = None, **options: Any
+    tensors: Sequence[Any],
+    name: str | None = None,
+    *,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return allgather() of each tensor; options: its own."""
-    return on_each(allgather, tensors, _label(name, "grouped_allgather"), **options)
+    """Return allgather() of each tensor."""
+    label = _label(name, "grouped_allgather")
+    return on_each(allgather, tensors, label, process_set=process_set)
 
 
 @as_it_is
@@ -260,10 +264,20 @@ def reducescatter(
 
 @as_it_is
 def grouped_reducescatter(
-    tensors: Sequence[Any], name: str | None = None, **options: Any
+    tensors: Sequence[Any],
+    name: str | None = None,
+    *,
+    op: Op = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return reducescatter() of each tensor; options: its own."""
-    return on_each(reducescatter, tensors, _label(name, "grouped_reducescatter"), **options)
+    """Return reducescatter() of each tensor."""
+    return on_each(
+        reducescatter, tensors, _label(name, "grouped_reducescatter"), op=op,
+        prescale_factor=prescale_factor, postscale_factor=postscale_factor,
+        process_set=process_set,
+    )  # fmt: skip
 
 
 @as_it_is

@@ -67,7 +67,7 @@ def add_all(
         spec_of(name, tensor.shape.as_list(), tensor.dtype.as_numpy_dtype)
         for tensor, name in zip(tensors, names, strict=True)
     ]
-    exchange = exchange_of(specs, terms, label=label)
+    exchange = exchange_of("tensorflow", specs, terms, label=label)
     kinds = [tensor.dtype for tensor in tensors]
     step = _steps.setdefault(exchange, _Step(exchange, kinds))
     is_flat = max(len(spec.shape) for spec in specs) <= _ops.MAX_RANK

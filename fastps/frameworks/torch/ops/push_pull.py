@@ -10,7 +10,8 @@ write into the tensor, which must be contiguous.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,8 @@ from fastps.session import current
 from fastps.worker.handle import Handle, MappedHandle, Waitable
 
 
-class Pending(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Pending:
     """An operation in flight, for poll() and synchronize()."""
 
     handle: Waitable
