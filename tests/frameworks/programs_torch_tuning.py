@@ -68,7 +68,7 @@ def everything(is_wrapped: bool) -> dict[str, float]:
     fps.init()
     torch.set_num_threads(1)
     one, other = make_model(), make_model()
-    with pytest.raises(FastPSError, match="tuning"):
+    with pytest.raises(FastPSError, match="while settings are tuned"):
         fps.join()
     steps, seen = tuned(one, is_wrapped)
     counts = dict(current().statistics())
