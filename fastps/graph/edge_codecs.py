@@ -64,7 +64,7 @@ class Track:
         return other
 
     def begin(self) -> None:
-        """Begin a call: set elements that are not finite to 0, or they would stay for ever."""
+        """Start a call: set elements that are not finite to 0, or they would stay for ever."""
         self.version += 1
         if not self._is_finite:
             self.known[~np.isfinite(self.known)] = 0

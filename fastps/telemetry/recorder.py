@@ -93,7 +93,7 @@ class Recorder:
     # ---- activities of the program; from any thread ----
 
     def begin_activity(self, what: str, of: str) -> None:
-        """Begin an activity of a tensor, or of anything with a name."""
+        """Start an activity of a tensor, or of anything with a name."""
         self._begun.setdefault(of, []).append((what, _core.clock_ns()))
 
     def end_activity(self, of: str) -> bool:
