@@ -67,7 +67,7 @@ def test_after_10_s_without_acknowledgement_the_mtu_is_a_suspect(tmp_path, setti
         (tmp_path / "narrow").touch()
         errors = "".join(machine.communicate(timeout=80)[1] for machine in machines)
     assert kind in errors
-    assert "(MTU); `ping -M do -s 1472` tells" in errors
+    assert "(MTU); check it by `ping -M do -s 1472`" in errors
     assert "left the job" not in errors
 
 
