@@ -260,7 +260,7 @@ for call in (
         torch.optim.SGD(model_of(0).parameters(), lr=1), **how),
 ):
     raises(TypeError, "must be a ProcessSet", lambda: call(one, process_set=None))
-raises(RuntimeError, "not declared", lambda: hvd.forget("nothing"))
+raises(RuntimeError, "cannot forget", lambda: hvd.forget("nothing"))
 raises(ValueError, "op=Average", lambda: hvd.DistributedOptimizer(
     torch.optim.SGD(model_of(0).parameters(), lr=1), op=hvd.Sum, gradient_predivide_factor=2.0))
 raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), True, op=hvd.Sum))
