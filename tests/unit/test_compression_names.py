@@ -105,3 +105,12 @@ def test_no_codec_where_what_is_pushed_stays():
     for shape in ((100000,), (1,)):
         with pytest.raises(ConfigError, match=r"'w' is compressed by onebit\(.*ACCUMULATE"):
             make_layout(load({}, {}), 4096, "w", shape, DType.FLOAT32, coding=ONEBIT, **terms)
+
+
+@pytest.mark.parametrize("policy", [Policy.SUM, Policy.DEADLINE_ROUNDS])
+def test_sums_take_any_codec(policy):
+    made = make_layout(
+        load({}, {}), 4096, "w", (100000,), DType.FLOAT32, coding=ONEBIT, is_sent=True,
+        policy=policy,
+    )  # fmt: skip
+    assert made.coding == ONEBIT
