@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _exchange.pyx: the bytes of row_counts.py, blocks of rows behind their heads.
 
-cdef packed struct RowsHead:        # little-endian, as all that travels
+cdef packed struct RowsHead:    # little-endian, as all that travels
     int64_t rows                # of the block behind it
     int64_t width               # elements of a row
     int64_t dtype

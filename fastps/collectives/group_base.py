@@ -67,7 +67,7 @@ MAY_BE_SEVERAL = ("barrier", "neighbor")
 
 
 def explain(operation: Operation, _: int, status: int | None, timeout_s: float) -> FastPSError:
-    """Word the error of an operation of whichever group: what all groups of a session wait by."""
+    """Word the error of an operation of any group, for the handles of all of them."""
     error: FastPSError = operation.group.explain(operation, status, timeout_s)
     return error
 

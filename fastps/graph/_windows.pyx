@@ -50,6 +50,8 @@ from fastps.worker._stage cimport Plan
 
 import time
 
+from fastps.errors import FastPSError
+
 cdef extern from "Python.h":
     int PyErr_CheckSignals() except -1
 
@@ -115,7 +117,7 @@ cdef class Windows:
         pthread_mutex_init(&engine.lock, NULL)
         engine.helper = thread_create(b"windows", engine.me, helper_main, engine)
         if engine.helper == NULL:
-            raise MemoryError("cannot start the window helper thread; see ulimit -u")
+            raise FastPSError("cannot start the window helper thread; check `ulimit -u`")
         exchange.window_owner = self
         exchange.state.window_owner.context = engine
         exchange.state.window_owner.deliver = windows_deliver

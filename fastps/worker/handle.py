@@ -192,7 +192,7 @@ def completed(result: T, *operations: Any) -> MappedHandle[T]:
 
 
 class Waiting(NamedTuple):
-    """What the handles of one session, or one group, have in common."""
+    """What the handles of a session have in common, or those of its groups."""
 
     explain: Explain
     timeout_s: float

@@ -72,8 +72,8 @@ class LocalGroup:
             controls, arenas = self._exchange(ranks, rank, key, deadline)
         except (OSError, MemoryError) as error:
             raise TransportError(
-                f"cannot share memory with the workers of this machine: {error}; or set "
-                "FASTPS_SHARED_MEMORY=0"
+                f"cannot share memory with the workers of this machine: {error}; to use "
+                "sockets instead, set FASTPS_SHARED_MEMORY=0"
             ) from error
         assert offset == 0, "the stage is the first block"
         arenas[index] = self.arena.mapping

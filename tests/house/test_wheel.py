@@ -62,7 +62,8 @@ def test_a_wheel_is_portable_small_and_links_nothing_that_is_not_everywhere(whee
     assert "ibverbs" not in said
     with zipfile.ZipFile(wheel) as archive:
         extensions = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
-    assert len(extensions) >= 15
+    modules = list((ROOT / "fastps").rglob("*.pyx"))
+    assert len(extensions) in (len(modules), len(modules) - 1)  # without verbs' headers, one less
     assert not [code for code in extensions if b"\0.symtab\0" in code], "not stripped"
     assert sum(map(len, extensions)) < 4e6
 

@@ -26,6 +26,7 @@ from fastps.control.protocol import (
     Tell,
     Told,
 )
+from fastps.launch.scheduler import ENDED_BY
 
 
 def job_of(driver: Driver, peer: int) -> Job:
@@ -289,10 +290,10 @@ class TestLosing:
     def test_who_is_ended_by_a_launcher_is_not_said_to_be_lost(self, caplog) -> None:
         driver = Driver(size=3, num_servers=0)
         first, second, third = driver.start()[0]
-        driver.machine.expect_ends([("worker", 0)], "fastps-run ended it: worker 2 was killed")
+        driver.machine.expect_ends([("worker", 0)], f"{ENDED_BY}: worker 2 was killed")
         driver.die(first)
         assert not caplog.messages
-        assert lost_of(driver, second).cause == "fastps-run ended it: worker 2 was killed"
+        assert lost_of(driver, second).cause == f"{ENDED_BY}: worker 2 was killed"
         driver.die(third)
 
     def test_death_is_told_to_all_and_ends_waits(self) -> None:
