@@ -90,21 +90,30 @@ cdef void limit_unsent(TcpLink* link, uint32_t nbytes) noexcept nogil:
 cdef void follow_pace(TcpLink* link) noexcept nogil:
     """Bound the kernel's unsent bytes to those that leave in HELD_NS. The socket is full.
 
-    The kernel's delivery rate leaves out idle time, but it varies tenfold from one reading to the
-    next: hence a geometric mean, in which a new value weighs a quarter.
+    The rate is what the peer acknowledged between two times at which the socket was full, over the
+    time between them, if the queue was never empty meanwhile. (The kernel's delivery rate is of a
+    single acknowledgement: tenfold wrong on a busy machine, where several come at once.) The mean
+    is geometric, and a new value weighs a quarter.
     """
+    cdef tcp_info info
+    cdef unsigned int size = sizeof(info)
     cdef int64_t now = now_ns()
     cdef double pace, wanted
-    if now - link.send_paced_at < PACED_NS:
+    if link.send_full_at and now - link.send_full_at < PACED_NS:
         return
-    link.send_paced_at = now
-    pace = tcp_pace(&link.base)
-    if pace:
+    memset(&info, 0, sizeof(info))
+    if getsockopt(link.base.fd, IPPROTO_TCP, TCP_INFO, &info, &size):
+        return
+    if link.send_full_at and info.tcpi_bytes_acked > link.send_full_acked:
+        pace = now - link.send_full_at
+        pace /= info.tcpi_bytes_acked - link.send_full_acked
         link.send_pace = sqrt(sqrt(link.send_pace ** 3 * pace))
         wanted = max(HELD_NS / link.send_pace, <double>LEAST_UNSENT)
         wanted = min(wanted, <double>link.send_most_unsent)
         if not 0.75 * link.send_unsent < wanted < 1.5 * link.send_unsent:
             limit_unsent(link, <uint32_t>wanted)
+    link.send_full_at = now
+    link.send_full_acked = info.tcpi_bytes_acked
 
 
 cdef int write_batch(TcpLink* link) noexcept nogil:
@@ -134,6 +143,7 @@ cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
         if link.send_frame_first == link.send_frame_count:
             fill_batch(link)
             if link.send_frame_count == 0:
+                link.send_full_at = 0
                 return False
         if link.base.link.stats.bytes_sent - start >= budget:
             return True

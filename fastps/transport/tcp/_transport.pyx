@@ -74,7 +74,7 @@ cdef enum:
     BATCH_BYTES = 1 << 20       # of one gathered write; an urgent item cannot overtake it
     HELD_NS = 4000000           # the unsent bytes that the kernel holds leave in this time..
     LEAST_UNSENT = 32 << 10     # ..but may be this many; see follow_pace()
-    PACED_NS = 5000000          # interval at which a link's rate is read
+    PACED_NS = 10000000         # least interval at which a link's rate is read
     INLINE_BYTES = 64 << 10     # what a KICK_INLINE caller writes before it leaves the rest
     STAGING_BYTES = 64 << 10    # headers and small payloads read at once
     DIRECT_BYTES = 16 << 10     # remaining payload from which a read ends behind the next header
@@ -101,7 +101,8 @@ cdef struct TcpLink:
     uint64_t send_batch_done    # bytes of the batch that the socket took
     uint32_t send_unsent        # bound of the bytes that the kernel holds unsent; 0: none
     uint32_t send_most_unsent   # the largest value of this bound
-    int64_t send_paced_at       # when the rate was read last
+    int64_t send_full_at        # when the rate was read last; 0: the queue has been empty since
+    uint64_t send_full_acked    # bytes that the peer had acknowledged then
     double send_pace            # nanoseconds that a byte takes
     # receive side, I/O thread only
     char* staging
