@@ -35,6 +35,7 @@ from fastps.errors import (
     StallError,
     TransportError,
     TransportTimeout,
+    ViewChangedError,
 )
 from fastps.ops.numpy_collectives import (
     allgather,
@@ -85,6 +86,10 @@ from fastps.session.process_sets import (
     checked_set,
     global_process_set,
     remove_process_set,
+)
+from fastps.session.view import (
+    Elastic,
+    View,
 )
 from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle, Waitable
@@ -176,6 +181,7 @@ __all__ = [
     "Constant",
     "CoordinateMedian",
     "DuplicateNameError",
+    "Elastic",
     "FastPSError",
     "Handle",
     "HeldParameters",
@@ -201,6 +207,8 @@ __all__ = [
     "TrimmedMean",
     "ValidatedSteps",
     "Validator",
+    "View",
+    "ViewChangedError",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -341,15 +349,20 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def init(**settings: object) -> None:
+def init(*, elastic: Elastic | None = None, **settings: object) -> None:
     """Join the job and wait until all its workers and servers are connected.
 
-    settings: fields of docs/env.md in lower case without the prefix, like partition_bytes; they
-    win over the environment. A job of one worker without servers needs no other process. Blocks
-    up to start_timeout_s. A second call does nothing. Raises ConfigError, AuthError,
+    elastic: how training goes on when members are lost; see Elastic. settings: fields of
+    docs/env.md in lower case without the prefix, like partition_bytes; they win over the
+    environment. A job of one worker without servers needs no other process. Blocks up to
+    start_timeout_s. A second call does nothing. Raises ConfigError, AuthError,
     TransportTimeout (no scheduler), StallError (a process is missing), PeerLostError.
     """
-    _current.init(settings)
+    if elastic is not None:
+        settings["elastic_min"] = elastic.min
+    session = _current.init(settings)
+    if elastic is not None and elastic.on_view is not None:
+        session.call_in_views(elastic.on_view)
 
 
 def shutdown() -> None:

@@ -11,6 +11,7 @@ FastPSError
 +- MismatchError          workers disagree about one tensor
 +- TransportError
 |  +- PeerLostError       a process of the job died or went silent
+|  |  +- ViewChangedError the job goes on without it, and the operation can be called again
 |  +- TransportTimeout    a connection made no progress in time
 +- StallError             an operation did not finish in time though all peers live
 +- ShutdownError          the operation was cut short by shutdown()
@@ -66,6 +67,10 @@ class TransportError(FastPSError):
 
 class PeerLostError(TransportError):
     """A process of the job died, left early or went silent longer than its lease."""
+
+
+class ViewChangedError(PeerLostError):
+    """A process was lost, and an elastic job goes on without it; call the operation again."""
 
 
 class TransportTimeout(TransportError):

@@ -178,6 +178,10 @@ class Config:
              "neighbors leave the worker out and weigh the others anew, servers change the "
              "parameters they hold without it (LocalSGD, AsyncLocalSGD), and validators judge "
              "without it. The same on all workers.")
+    elastic_min: int = _set(JOB, 0, unit="processes", allowed=(0, MAX_PROCESSES),
+        text="Least number of workers with which training goes on when workers or servers are "
+             "lost, see docs/fault-tolerance.md; 0: a loss ends the job. The same in all "
+             "processes.")
     check_weights: bool = _set(JOB, True,
         text="Compare the weights of all workers before the first step of a DistributedOptimizer, "
              "so that a forgotten broadcast_parameters() is an error; turn it off where local "
@@ -383,6 +387,11 @@ class Config:
     def goes_on(self) -> bool:
         """Whether the job goes on without lost workers."""
         return self.on_loss == "reweight"
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job goes on in a new view when members are lost."""
+        return self.elastic_min > 0
 
     @property
     def n_programs(self) -> int:
@@ -611,6 +620,15 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             "FASTPS_ON_LOSS=reweight and FASTPS_COLOCATE=on: a server in a worker's process is "
             "lost with that worker; leave FASTPS_COLOCATE unset"
+        )
+    if config.is_elastic and (config.goes_on or config.num_validators):
+        raise ConfigError(
+            f"FASTPS_ELASTIC_MIN={config.elastic_min} goes neither with FASTPS_ON_LOSS=reweight "
+            "nor with validators, which have their own rules for lost workers; unset one of them"
+        )
+    if config.elastic_min > config.size > 1:
+        raise ConfigError(
+            f"FASTPS_ELASTIC_MIN={config.elastic_min} must be 0 to FASTPS_SIZE={config.size}"
         )
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(

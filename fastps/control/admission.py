@@ -27,6 +27,7 @@ class Peer:
     rank: int | None
     lease_until: float
     has_started: bool = False
+    place: int | None = None  # rank of the first start, which a launcher knows
     number: int | None = None  # among all members of the job that runs
     is_owner: bool = False
     start_request: AwaitStart | None = None
@@ -38,6 +39,11 @@ class Peer:
     def is_working(self) -> bool:
         """Return whether the process takes part in the running job."""
         return self.has_started and self.leave_request is None
+
+    @property
+    def is_staying(self) -> bool:
+        """Return whether the process does not leave."""
+        return self.leave_request is None
 
     @property
     def is_worker(self) -> bool:
@@ -74,7 +80,7 @@ def refuse(
         or _refuse_count(join, config, rivals)
         or _refuse_rank(join, config, rivals)
         or _refuse_links(join, members)
-        or _refuse_on_loss(join, members)
+        or _refuse_on_loss(join, config, members)
     )
 
 
@@ -136,8 +142,14 @@ def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
     return None
 
 
-def _refuse_on_loss(join: Join, members: Sequence[Peer]) -> str | None:
+def _refuse_on_loss(join: Join, config: Config, members: Sequence[Peer]) -> str | None:
     """Refuse a process that would end at the loss of a worker where others continue."""
+    if join.role != "server" and join.elastic_min != config.elastic_min:
+        return (
+            f"this {join.role} has FASTPS_ELASTIC_MIN={join.elastic_min}, the scheduler "
+            f"{config.elastic_min}; start the job with `fastps-run --min`, or set the variable to "
+            "the same value in all processes"
+        )
     for other in members:
         if other.is_worker and join.role != "server" and other.join.goes_on != join.goes_on:
             return (
@@ -148,13 +160,22 @@ def _refuse_on_loss(join: Join, members: Sequence[Peer]) -> str | None:
 
 
 def number(group: list[Peer]) -> list[Peer]:
-    """Assign free ranks in the order of arrival; return the group in rank order."""
+    """Assign free ranks in the order of arrival; return the group in rank order.
+
+    Ranks of a group that has become smaller close up.
+    """
     taken = {item.rank for item in group}
     free = (rank for rank in range(len(group)) if rank not in taken)
     for item in group:
         if item.rank is None:
             item.rank = next(free)
-    return sorted(group, key=lambda item: item.rank or 0)
+        if item.place is None:
+            item.place = item.rank
+    group = sorted(group, key=lambda item: item.rank or 0)
+    if group and (group[-1].rank or 0) >= len(group):
+        for rank, item in enumerate(group):
+            item.rank = rank
+    return group
 
 
 def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:
@@ -214,7 +235,8 @@ def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:
         firsts.setdefault(machines[item.join.machine], item)
     joint: list[Peer] = []
     goes_on = workers[0].join.goes_on
-    is_apart = config.force_distributed or (goes_on and bool(servers))
+    is_last = config.is_elastic and len(workers) == 1  # its sums are its own
+    is_apart = config.force_distributed or (goes_on and bool(servers)) or is_last
     is_local = len(firsts) == 1 and not is_apart
     validators = [item for item in workers if item.join.role == "validator"]
     if validators:

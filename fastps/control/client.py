@@ -70,6 +70,7 @@ from fastps.control.protocol import (
     Tell,
     TensorSpec,
     ToScheduler,
+    ViewLost,
     Waiting,
     body_nbytes,
     check_name,
@@ -240,9 +241,24 @@ class ControlClient:
 
     @property
     def job(self) -> Job:
-        """The job as it was when it started."""
+        """The job as it was when it, or its present view, started."""
         assert self._job is not None
         return self._job
+
+    def give_events_to(self, on_event: Callable[[Event], None]) -> None:
+        """Pass later events to another function; see connect()."""
+        self._on_event = on_event
+
+    def await_view(self, *, port: int, unix: str) -> Job:
+        """Await the start of the next view, after ViewLost, and return the job in it.
+
+        port, unix: where this member listens now. Blocks until all survivors have come, up to
+        twice start_timeout_s. Raises ViewChangedError when another member is lost meanwhile, and
+        PeerLostError when too few are left.
+        """
+        timeout_s = 2 * self._config.start_timeout_s
+        wait = AwaitStart(next(self._numbers), timeout_s, port, unix)
+        return self._ask(wait, Started, what="the next view of the job", timeout_s=timeout_s).job
 
     # ---- requests of workers ----
 
@@ -335,12 +351,15 @@ class ControlClient:
         """Report that this server cannot hold the keys of a DeclareKeys."""
         self.send(KeysFailed(request_id, text_of(message)))
 
-    def report_lost(self, member: int, cause: str, *, is_owner: bool = False) -> None:
+    def report_lost(
+        self, member: int, cause: str, *, is_owner: bool = False, generation: int = 0
+    ) -> None:
         """Report that a data connection broke; the scheduler decides which member is to blame.
 
-        Naming this member itself means that the fault is here.
+        Naming this member itself means that the fault is here. generation: in which it broke; 0:
+        the present one.
         """
-        self.send(ReportLost(member, text_of(cause), is_owner))
+        self.send(ReportLost(member, text_of(cause), is_owner, generation))
 
     def tell(self, members: Sequence[int], data: bytes, *, has_joined: bool = False) -> None:
         """Send data to workers, as the event Told; has_joined: of Tell."""
@@ -467,6 +486,7 @@ class ControlClient:
             serves=serves,
             goes_on=config.goes_on,
             num_validators=config.num_validators if is_worker else 0,
+            elastic_min=config.elastic_min if is_worker else 0,
         )
 
     def _join(self, message: Join, deadline: float) -> None:
@@ -475,15 +495,16 @@ class ControlClient:
         self._start_pulse(joined.member, deadline)
         remaining_s = max(deadline - time.monotonic(), 0.0)
         wait = AwaitStart(next(self._numbers), remaining_s)
-        started = self._ask(wait, Started, what="the start of the job", timeout_s=remaining_s)
-        self._job = started.job
-        self.keys = self._make_keys(started)
+        self._ask(wait, Started, what="the start of the job", timeout_s=remaining_s)
 
-    def _make_keys(self, started: Started) -> Keys:
-        job, job_id = started.job, self._config.job_id
+    def _take_start(self, started: Started) -> None:
+        """Take the job, or its next view, on the reader thread: events after it are of it."""
+        self._job = job = started.job
+        job_id = self._config.job_id
         if self._token.is_own:
-            return unseal_keys(self._token, job_id, started.keys)
-        return make_keys(self._token, job_id, job.me, job.members[job.me].machine)
+            self.keys = unseal_keys(self._token, job_id, started.keys)
+        else:
+            self.keys = make_keys(self._token, job_id, job.me, job.members[job.me].machine)
 
     def _start_pulse(self, member: int, deadline: float) -> None:
         with dial(
@@ -618,6 +639,8 @@ class ControlClient:
 
     def _take(self, message: Answer | Event) -> None:
         self._is_silent = False
+        if isinstance(message, Started):
+            self._take_start(message)
         if isinstance(message, Answer):
             with self._lock:
                 future = self._pending.pop(message.request, None)
@@ -627,6 +650,8 @@ class ControlClient:
         if isinstance(message, PeerLost):
             if not message.goes_on or message.rank == self.job.me:
                 self._note_lost(message)
+        elif isinstance(message, ViewLost) and not message.survives:
+            self._note_lost(message.lost)
         elif isinstance(message, JobOver):
             self._is_ending = True
             self._over = message

@@ -7,23 +7,32 @@ is never used twice.
 
 Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next generation
          RUNNING --a member is lost--> BROKEN --all gone--> OVER
+         RUNNING --a member is lost, elastic--> LOBBY of the next generation, its next view
          LOBBY --no member came for too long--> OVER
 
 Servers stay from generation to generation; workers join each generation again, and may already
 wait for the next one while others have yet to leave this one. A worker whose process serves too
 leaves when all workers have asked to leave, or at its own deadline. After that, broken links are
-no evidence any more, and workers that need no server may still leave in order. Invariants: ranks
+no evidence any more, and workers that need no server may still leave in order.
+
+Where an elastic job loses a member, and enough workers are left, its next generation begins at
+once, with the members that are there (the survivors) and with ranks in the order of before: a new
+view. Each survivor ends what it had with the others, and then awaits the start. What was asked in
+the old view fails with the kind "view". Invariants: ranks
 are unique per role; the generation only grows; the first cause is recorded once and never
 replaced; every request is answered, or its peer gets a PeerLost and is dropped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from fastps.config import Config
 from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
@@ -61,6 +70,7 @@ from fastps.control.protocol import (
     Told,
     ToMember,
     ToScheduler,
+    ViewLost,
     Waiting,
     Whereabouts,
 )
@@ -72,6 +82,10 @@ log = logging.getLogger(__name__)
 MAX_NOTES = 8  # departures before the start that the text about missing members lists
 PULSE_CLOSED = "its pulse connection closed: it crashed, was killed or was cut off"
 GAVE_UP = "gave up waiting for the job to start"
+NO_NEWCOMERS = (
+    "the job goes on after a loss, and takes no process instead of the lost one; start a new job"
+)
+VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
@@ -133,6 +147,9 @@ class Membership:
         self._watch = StartWatch(config.start_watch_s)
         self._missing = MissingMembers(machines or {})
         self._goes_on = False
+        self._view = config  # with the numbers of workers and servers that now make a job
+        self._is_changing = False  # the survivors of a view are about to await the next..
+        self._change_until = float("inf")  # ..and are lost if they do not by then
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
@@ -152,6 +169,8 @@ class Membership:
             self._end_start_in_vain(now)
         elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
+        elif self._is_changing and isinstance(message, Declare | Meeting | Waiting):
+            self._fail(member, message.request, "view", VIEW_CHANGES)
         elif isinstance(message, Malformed):
             self._fail(member, message.request, "protocol", message.message)
         elif isinstance(message, Leave):
@@ -240,6 +259,8 @@ class Membership:
         self._finish_leaving(impatient, now)
         self._send_all(self._collectives.expire(now))
         self._send_all(self._declarations.expire(now))
+        if self._change_until <= now:
+            self._drop_absent_survivors(now)
         if self._idle_until <= now:
             self._idle_timed_out(now)
         if self._watch.due <= now:
@@ -260,6 +281,7 @@ class Membership:
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
         times += [self._idle_until, self._watch.due, self._missing.next_deadline()]
+        times += [self._change_until]
         first = min(times)
         return None if first == float("inf") or self._is_finished else first
 
@@ -271,8 +293,8 @@ class Membership:
         return waiting | {(peer, what.request) for peer, what in asked if what is not None}
 
     def members(self) -> tuple[tuple[int, str, int | None], ...]:
-        """List (peer, role, rank) of all members of the job or its lobby."""
-        return tuple((item.peer, item.join.role, item.rank) for item in self._peers.values())
+        """List (peer, role, rank) of all members; the rank is the one that they began with."""
+        return tuple((item.peer, item.join.role, item.place) for item in self._peers.values())
 
     def missing_text(self) -> str:
         """Return which members have joined, which have not, and which were lost."""
@@ -299,7 +321,7 @@ class Membership:
             self._out.append(Close(peer))
             return
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
-        self._peers[peer] = Peer(peer, join, join.rank, lease)
+        self._peers[peer] = Peer(peer, join, join.rank, lease, place=join.rank)
         self.has_been_tried = self.has_been_tried or join.role == "worker"
         if join.role != "server" or self.generation == 1:
             self._idle_until = float("inf")
@@ -314,13 +336,15 @@ class Membership:
         if join.role == "scheduler":
             return "config", "a scheduler cannot join a job; set FASTPS_ROLE"
         members = list(self._peers.values())
+        if self._is_changing or (self.phase is Phase.RUNNING and self._view is not self._config):
+            return "config", NO_NEWCOMERS
         text = refuse(join, self._config, self._rivals(join.role), members)
         return None if text is None else ("config", text)
 
     def _rivals(self, role: str) -> list[Peer]:
         """List the members that compete with a new one for places and ranks."""
         working = [item for item in self._programs() if item.is_working]
-        has_one_left = self.phase is Phase.RUNNING and len(working) < self._config.n_programs
+        has_one_left = self.phase is Phase.RUNNING and len(working) < self._view.n_programs
         if role != "server" and has_one_left:
             return [item for item in self._of_role(role) if not item.has_started]
         return self._of_role(role)
@@ -333,6 +357,8 @@ class Membership:
             return
         member.start_request = message
         member.start_deadline = now + message.timeout_s
+        if message.port or message.unix:
+            member.join = replace(member.join, port=message.port, unix=message.unix)
         if self.phase is Phase.LOBBY:
             self._watch.begin(now)
         self._start_if_complete(now)
@@ -340,13 +366,13 @@ class Membership:
 
     def _end_start_in_vain(self, now: float) -> None:
         """End a start for which some members wait although others will never come."""
-        if self.phase is not Phase.LOBBY:
+        if self.phase is not Phase.LOBBY or self._is_changing:
             return
         absent = self._missing.first(
             {
-                (item.join.role, item.rank)
+                (item.join.role, item.place)
                 for item in self._peers.values()
-                if item.rank is not None
+                if item.place is not None
             },
             now,
             is_first_start=self.generation == 1,
@@ -362,7 +388,7 @@ class Membership:
         if self.phase is not Phase.LOBBY:
             return
         workers, servers = self._programs(), self._of_role("server")
-        if len(workers) < self._config.n_programs or len(servers) < self._config.num_servers:
+        if len(workers) < self._view.n_programs or len(servers) < self._view.num_servers:
             return
         if any(not item.has_started and item.start_request is None for item in workers + servers):
             return
@@ -371,7 +397,7 @@ class Membership:
 
     def _start(self, workers: list[Peer], servers: list[Peer], now: float) -> None:
         try:
-            plan = plan_job(self._config, workers, servers)
+            plan = plan_job(self._view, workers, servers)
         except ConfigError as error:
             for item in workers + servers:
                 self._fail_start(item, "config", str(error))
@@ -379,17 +405,18 @@ class Membership:
             return
         self.phase = Phase.RUNNING
         self.has_begun = True
+        self._is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._notes.clear()
         for place, item in enumerate(plan.peers):
             item.number, item.is_owner = place, place in plan.owners
         owners = {place: plan.peers[place].peer for place in plan.owners}
         self._declarations = Declarations(
-            self._config, owners=owners, weights=plan.weights, refused=self.refused
+            self._view, owners=owners, weights=plan.weights, refused=self.refused
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(
-            self._config.n_programs, self._declarations.forget, goes_on=self._goes_on,
+            self._view.n_programs, self._declarations.forget, goes_on=self._goes_on,
             watch_s=self._config.stall_watch_s,
             peers={item.number or 0: (item.peer, item.full_name) for item in workers},
         )  # fmt: skip
@@ -401,7 +428,7 @@ class Membership:
         for item in group:
             item.has_started = True
             request, item.start_request = item.start_request, None
-            job = plan.job(self._config, item, self.generation, places[item.peer])
+            job = plan.job(self._view, item, self.generation, places[item.peer])
             if request is None:  # a server of an earlier generation
                 self._send(item.peer, NewJob(job))
             else:
@@ -529,12 +556,16 @@ class Membership:
         if member is None:
             return
         is_first = not (self.first_cause or self.phase is Phase.OVER or cause == GAVE_UP)
-        if (member.join.role, member.rank) in self._to_end:
+        if (member.join.role, member.place) in self._to_end:
             is_first, cause = False, self._why_to_end
         level = logging.WARNING if is_first else logging.INFO
         log.log(level, "%s is lost: %s", member.full_name, cause)
-        if member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
+        if self._can_change_view(member):
+            self._change_view(member, cause, now)
+        elif member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._lose(member, cause)
+        elif self._is_changing:
+            self._fail_job(self._lost(member, cause))
         elif member.has_started and self.phase is Phase.RUNNING:
             self._fail_job(self._lost(member, cause))
             self._dismiss([item for item in self._leaving() if item is not member])
@@ -561,6 +592,46 @@ class Membership:
         text = self._suspicions.cause(member.peer, cause, role=join.role * self._goes_on)
         return PeerLost(join.role, member.rank or 0, join.hostname, join.pid, text, goes_on)
 
+    def _can_change_view(self, member: Peer) -> bool:
+        """Return whether the job goes on in a new view without a member."""
+        left = [item for item in self._programs() if item is not member and item.is_staying]
+        is_in = self._is_changing or (member.is_working and self.phase is Phase.RUNNING)
+        return is_in and 0 < self._config.elastic_min <= len(left)
+
+    def _change_view(self, member: Peer, cause: str, now: float) -> None:
+        """Begin the next view, which all others shall await; what they asked has failed."""
+        lost = self._lost(member, cause)
+        self._dismiss([item for item in self._leaving() if item is not member])
+        self.generation += 1
+        self.phase, self._is_changing, self._departure = Phase.LOBBY, True, ""
+        self._suspicions.clear()
+        self._send_all(self._collectives.fail_all("view", str(lost)))
+        self._send_all(self._declarations.fail_all("view", str(lost)))
+        self._send(member.peer, ViewLost(self.generation, lost, survives=False))
+        survivors = [item for item in self._peers.values() if item is not member]
+        for item in survivors:
+            self._fail_start(item, "view", str(lost))
+            self._send(item.peer, ViewLost(self.generation, lost, survives=True))
+            item.has_started, item.is_owner, item.number = False, False, None
+        roles = [item.join.role for item in survivors]
+        self._view = dataclasses.replace(
+            self._config, size=roles.count("worker"), num_servers=roles.count("server")
+        )
+        self._change_until = now + self._config.start_timeout_s
+        self._watch.begin(now)
+
+    def _drop_absent_survivors(self, now: float) -> None:
+        """Drop the survivors that did not await the next view in time."""
+        self._change_until = float("inf")
+        waited_s = self._config.start_timeout_s
+        text = (
+            f"it did not come to the next view within {waited_s:g} s; raise "
+            "FASTPS_START_TIMEOUT_S if its program holds Python's lock for so long"
+        )
+        for item in list(self._peers.values()):
+            if item.start_request is None:
+                self._drop(item.peer, text, now)
+
     def _can_spare(self, member: Peer) -> bool:
         """Return whether the job continues without a member; validators and servers are needed."""
         return self._goes_on and member.join.role == "worker"
@@ -577,6 +648,7 @@ class Membership:
         """Record the first cause, send it to all members, lost ones too, and fail all requests."""
         self.first_cause = cause
         self.phase = Phase.BROKEN
+        self._is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._suspicions.clear()
         self._tell_all(self.first_cause)
@@ -624,6 +696,8 @@ class Membership:
         """
         if self.phase is not Phase.RUNNING or not member.has_started or self._departure:
             return
+        if report.generation not in (0, self.generation):
+            return
         if report.member == member.number and not report.is_owner:
             self._drop(member.peer, report.cause, now)
             return
@@ -669,6 +743,7 @@ class Membership:
     def _end(self, reason: str, code: int, now: float) -> None:
         """Announce the end of the job to all members and wait for them to leave."""
         self.phase = Phase.OVER
+        self._is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._end_reason, self._end_code = reason, code
         self._suspicions.clear()

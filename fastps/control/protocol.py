@@ -33,6 +33,7 @@ from fastps.errors import (
     ProtocolError,
     ShutdownError,
     StallError,
+    ViewChangedError,
 )
 from fastps.security.tokens import KEY_BYTES
 from fastps.types import MAX_SECONDS
@@ -233,7 +234,8 @@ class Join(_Message, frozen=True):
     host_id: equal for processes that reach each other by Unix sockets. machine: equal for workers
     that can share memory; a suffix after # distinguishes workers of one machine that cannot.
     serves: whether it may own keys. gid: see Member. links_per_peer: 0 if not given. goes_on:
-    whether it continues without lost workers. size: number of workers alone.
+    whether it continues without lost workers. size: number of workers alone. elastic_min: with
+    how many workers the job continues in a new view.
     """
 
     request: Id
@@ -255,6 +257,7 @@ class Join(_Message, frozen=True):
     serves: bool = True
     goes_on: bool = False
     num_validators: Count = 0
+    elastic_min: Count = 0
 
 
 class Absent(_Message, frozen=True):
@@ -291,10 +294,15 @@ class AwaitEnds(_Message, frozen=True):
 
 
 class AwaitStart(_Message, frozen=True):
-    """Wait until the job is complete; answered by Started."""
+    """Wait until the job is complete; answered by Started.
+
+    port, unix: where a survivor of the last view listens now; see Join.
+    """
 
     request: Id
     timeout_s: Seconds
+    port: Port = 0
+    unix: Text = ""
 
 
 class AskClock(_Message, frozen=True):
@@ -388,12 +396,14 @@ class KeysFailed(_Message, frozen=True):
 class ReportLost(_Message, frozen=True):
     """Report that a data connection to a member broke; the scheduler decides which is to blame.
 
-    is_owner: the connection was for keys that the member owns.
+    is_owner: the connection was for keys that the member owns. generation: in which it was; 0:
+    the present one.
     """
 
     member: Rank
     cause: Text
     is_owner: bool = False
+    generation: Id = 0
 
 
 class Tell(_Message, frozen=True):
@@ -555,6 +565,18 @@ class PeerLost(_Message, frozen=True):
         return f"{name}{where} is lost: {self.cause}"
 
 
+class ViewLost(_Message, frozen=True):
+    """A member is lost, and the job goes on without it in a new view.
+
+    A view is a generation that begins while some are still there. generation: of the next view.
+    survives: whether the member that gets this takes part in it.
+    """
+
+    generation: Id
+    lost: PeerLost
+    survives: bool
+
+
 class PeerLeft(_Message, frozen=True):
     """A worker left in order; its keys may still be served to others."""
 
@@ -649,6 +671,7 @@ class JobOver(_Message, frozen=True):
 
 Event: TypeAlias = (
     PeerLost
+    | ViewLost
     | PeerLeft
     | OwnerLeft
     | TensorPoisoned
@@ -670,6 +693,7 @@ FAILURES: dict[str, type[FastPSError]] = {
     "protocol": ProtocolError,
     "shutdown": ShutdownError,
     "stall": StallError,
+    "view": ViewChangedError,
     "error": FastPSError,
 }
 
@@ -688,6 +712,12 @@ _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(To
 _to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
 _to_numbered = msgspec.msgpack.Decoder(_Numbered)
 _to_spec = msgspec.msgpack.Decoder(TensorSpec)
+
+
+def relaid(spec: TensorSpec, chunk_bytes: int) -> TensorSpec:
+    """Return a declaration for links that carry other frames."""
+    layout = msgspec.structs.replace(spec.layout, chunk_bytes=chunk_bytes)
+    return msgspec.structs.replace(spec, layout=layout)
 
 
 def pack(message: ToScheduler | ToMember) -> bytearray:

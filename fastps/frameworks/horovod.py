@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import fastps
 from fastps.config import load
@@ -27,7 +28,7 @@ _PART = "part of the program"  # the activity between start_timeline() and stop_
 def init(
     comm: Iterable[int] | None = None,
     process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> None:
     """Join the job, as fastps.init() does, and add process sets.
 

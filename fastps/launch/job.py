@@ -332,7 +332,7 @@ class Job:
 
     def _take_failed(self, failed: Sequence[Part]) -> None:
         self._drain(self._streams(failed))
-        if self._goes_on and all(part.role == "worker" for part in failed):
+        if self._goes_on and all(part.role in ("worker", "server") for part in failed):
             self._continue_without(failed)
             return
         if self._settled_at is None:

@@ -155,6 +155,9 @@ class Options:
         "fail (default): end the job when a worker fails; reweight: let the others continue, if "
         "they average with neighbors or train parameters of servers (FASTPS_ON_LOSS)",
         choices=("fail", "reweight"))
+    elastic_min: int | None = word(HOW_MANY, "--min", None, count(1, 65536), "N",
+        "go on with the others when workers or servers are lost, as long as N workers are left "
+        "(FASTPS_ELASTIC_MIN; default: a loss ends the job)")
     scheduler_host: str = word(MACHINES, "--scheduler-host --master-addr --master_addr", "",
         str, "HOST",
         "name or address of machine 0, the same on all machines (chosen automatically with -H)")

@@ -135,7 +135,8 @@ def inherited_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def goes_on(options: Options, inherited: Mapping[str, str]) -> bool:
     """Return whether the other workers continue when a worker fails."""
     given = {**inherited, **_on_loss(options), **dict(options.environment)}
-    return given.get("FASTPS_ON_LOSS", "").strip() == "reweight"
+    is_elastic = given.get("FASTPS_ELASTIC_MIN", "").strip() not in ("", "0")
+    return is_elastic or given.get("FASTPS_ON_LOSS", "").strip() == "reweight"
 
 
 def choose_secret(
@@ -192,7 +193,8 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
 
 
 def _on_loss(options: Options) -> dict[str, str]:
-    return {} if options.on_loss is None else {"FASTPS_ON_LOSS": options.on_loss}
+    given = {"FASTPS_ON_LOSS": options.on_loss, "FASTPS_ELASTIC_MIN": options.elastic_min}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _worker(

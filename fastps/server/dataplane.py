@@ -202,10 +202,10 @@ class DataPlane:
         trouble = f"RDMA: {failure}" if failure else self._progress.trouble_of(member)
         with contextlib.suppress(FastPSError):
             if failure and self._rdma is not None and self._rdma.has_trouble:
-                self._client.report_lost(self._me, failure)
+                self._client.report_lost(self._me, failure, generation=self._job.generation)
             else:
                 cause = cause_of_link(self.name, Status(status), trouble)
-                self._client.report_lost(member, cause)
+                self._client.report_lost(member, cause, generation=self._job.generation)
 
     def look_at_links(self) -> None:
         """Check that links make progress; on the control thread, every few seconds."""
@@ -448,9 +448,18 @@ class DataPlane:
         self._residual_coders.clear()
         self.store.forget(timeout_s=self._config.shutdown_timeout_s)
 
+    def end_view(self) -> None:
+        """End all links and drop all keys: members are lost. Raises StallError."""
+        self._transport.abort()
+        if self._rdma is not None:
+            self._rdma.abort()
+        self.forget()
+
     def begin(self, job: Job) -> None:
-        """Admit the workers of a new generation, which may be on other machines."""
-        if self._lanes(job) != self._lanes(self._job):
+        """Admit the workers of a new generation, which may be others on other machines."""
+        before = self._me, self._job.size, self._lanes(self._job)
+        self._me = job.me
+        if before != (job.me, job.size, self._lanes(job)):
             old, self.store = self.store, self._make_store(job)
             old.wake()
             old.close(timeout_s=self._config.shutdown_timeout_s)

@@ -26,8 +26,9 @@ from fastps.control.protocol import (
     NewGeneration,
     NewJob,
     PeerLost,
+    ViewLost,
 )
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, ViewChangedError
 from fastps.server.dataplane import DataPlane
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.status import StatusService, links_of
@@ -51,6 +52,9 @@ class Server:
         self._config = config
         self._exit_status = EXIT_ORDERLY
         self._stopped = threading.Event()
+        self._view_ended = threading.Event()
+        self._next_generation = 0  # at least, of the next view
+        self._views = threading.Thread(target=self._follow_views, name="fastps:view", daemon=True)
         self._is_ready = threading.Event()
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         listeners = open_listeners(config, port=config.port)
@@ -70,8 +74,9 @@ class Server:
         job = self._client.job
         device = rdma.look_up(config)
         self._peer_links = PeerLinks(
-            config, listeners.sockets, key_of=self._client.keys.of, device=device
-        )
+            config, listeners.sockets, device=device,
+            key_of=lambda member: self._client.keys.of(member),  # which each view makes anew
+        )  # fmt: skip
         self._plane = DataPlane(config, self._client, peer_links=self._peer_links)
         self._meet(job)
         if config.trace_on:
@@ -81,6 +86,7 @@ class Server:
                 ping=self._client.clock_ns,
             )  # fmt: skip
         self._is_ready.set()
+        self._views.start()
         self._client.watch = lambda: self._plane.look_at_links()  # in each generation
         self._plane.start()
         self._peer_links.start()
@@ -117,6 +123,7 @@ class Server:
     def stop(self) -> None:
         """Ask run() to end in order; safe in a signal handler."""
         self._stopped.set()
+        self._view_ended.set()
 
     # ---- events of the scheduler, on the control client's thread ----
 
@@ -125,6 +132,14 @@ class Server:
             return
         if isinstance(event, DeclareKeys | ForgetKeys):
             self._plane.take(event)
+        elif isinstance(event, ViewLost) and event.survives:
+            log.warning("%s; the job goes on in a new view", event.lost)
+            self._next_generation = event.generation
+            self._view_ended.set()
+        elif isinstance(event, ViewLost):
+            log.error("this server was taken for lost: %s", event.lost.cause)
+            self._exit_status = EXIT_PEER_LOST
+            self.stop()
         elif isinstance(event, NewGeneration):
             self._forget(event.generation)
         elif isinstance(event, NewJob):
@@ -140,6 +155,32 @@ class Server:
         elif isinstance(event, JobOver):
             log.info("the job is over: %s", event.reason)
             self.stop()
+
+    # ---- views of an elastic job, on a thread of their own ----
+
+    def _follow_views(self) -> None:
+        """Take part in each next view, until the end."""
+        while self._view_ended.wait() and not self._stopped.is_set():
+            self._view_ended.clear()
+            try:
+                if self._client.job.generation < self._next_generation:
+                    self._change_view()
+            except ViewChangedError:  # another member was lost meanwhile
+                self._view_ended.set()
+            except FastPSError as error:
+                if not self._stopped.is_set():
+                    log.error("%s cannot go on in a new view: %s", self._plane.name, error)
+                    self._exit_status = EXIT_PEER_LOST
+                    self.stop()
+
+    def _change_view(self) -> None:
+        """End the links of the last view, and take those of the next one."""
+        self._plane.end_view()
+        job = self._client.await_view(port=0, unix="")
+        self._plane.begin(job)
+        self._meet(job)
+        log.info("%s serves %d workers in generation %d", self._plane.name, job.n_workers,
+                 job.generation)  # fmt: skip
 
     def _meet(self, job: Job) -> None:
         """Take the members of a generation."""

@@ -33,16 +33,18 @@ from fastps.control.protocol import (
     DeclareKeys,
     Event,
     ForgetKeys,
+    Job,
     JobOver,
     Layout,
     PeerLeft,
     PeerLost,
     TensorSpec,
+    ViewLost,
 )
-from fastps.errors import FastPSError, Status, TransportError
+from fastps.errors import FastPSError, Status, TransportError, ViewChangedError
 from fastps.session.server_links import Links
 from fastps.telemetry.status import StatusService, links_of
-from fastps.transport import rdma, shm
+from fastps.transport import rdma, shm, sockets
 from fastps.transport.peer_links import PeerLinks
 from fastps.transport.tcp import choose_chunk
 from fastps.transport.tcp.progress import Progress
@@ -119,14 +121,20 @@ def _ignore(event: Event) -> None:
 class Connections:
     """Everything that a worker of a running job holds on to; made whole or not at all."""
 
-    def __init__(self, config: Config, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, config: Config, on_event: Callable[[Event], None],
+        client: ControlClient | None = None,
+    ) -> None:  # fmt: skip
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s.
 
         on_event gets the scheduler's news, on the control thread, after the engine heard of it.
+        client: of the last view, whose end_view() has returned; joins the next one with it.
         """
         self._config = config
         self._on_event = on_event
         self._lost: list[int] = []  # workers without which the job goes on
+        self._last_job: Job | None = None
+        self._interrupt = sockets.Interrupt()  # set when a member is lost before we are whole
         self._group: LocalGroup | None = None
         self._server: DataPlane | None = None
         self._links: Links | None = None
@@ -138,7 +146,13 @@ class Connections:
         self._status: StatusService | None = None
         doors = open_listeners(config, port=0)
         try:
-            self.client = self._join(doors)
+            if client is None:
+                self.client = self._join(doors)
+            else:
+                self._device = rdma.look_up(config)
+                self.client, self._last_job = client, client.job
+                client.give_events_to(self._take)
+                client.await_view(port=doors.address[1], unix=doors.unix)
             self.job = self.client.job
             is_alone = self.job.is_local and self.job.size > 1
             self.owners = () if is_alone else self.job.owners
@@ -157,14 +171,17 @@ class Connections:
                 self.engine.insert(2, Decoding(self._codec))
             for rank in self._lost:  # before there was an exchange
                 self.exchange.lose(rank)
-            self._make(doors)
-            self._share_memory()
+            with self._interrupt:
+                self._make(doors)
+                self._share_memory()
             self._begin_telemetry()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
             if self._server is not None:
                 self.node.stop_serving()  # everybody is inside
         except BaseException:
             self._undo(doors)
+            if client is None and hasattr(self, "client"):
+                self.client.close()
             raise
 
     # ---- making ----
@@ -329,15 +346,31 @@ class Connections:
         ]  # fmt: skip
 
     def reach(self, members: Sequence[int]) -> None:
-        """Make the links to members that there are not yet; blocks as PeerLinks.reach() does."""
+        """Make the links to members that there are not yet; blocks as PeerLinks.reach() does.
+
+        Raises ViewChangedError when an elastic job loses a member meanwhile.
+        """
         assert self.node is not None
         for member in members:
             if self.exchange.is_linked(member):
                 continue
             if not self._config.goes_on:
-                self.node.reach(member)
+                self._reach_one(member)
             elif member not in self.exchange.gone:
                 self._try_to_reach(member)
+
+    def _reach_one(self, member: int) -> None:
+        assert self.node is not None
+        try:
+            with self._interrupt:
+                self.node.reach(member)
+        except TransportError as error:
+            if self._interrupt.is_set and self._config.is_elastic:
+                raise ViewChangedError(
+                    f"worker {member} cannot be reached, and a member of this view is lost; call "
+                    "the operation again on all workers"
+                ) from error
+            raise
 
     def _try_to_reach(self, member: int) -> None:
         """Make a link, or go on without the member: an operation has its number on all sides."""
@@ -438,7 +471,10 @@ class Connections:
             if self._server is not None:
                 self._server.take(event)
             return
-        if isinstance(event, PeerLost):
+        if isinstance(event, ViewLost):
+            if self._last_job is None or self.client.job is not self._last_job:
+                self._fail(Status.PEER_LOST)  # else we have yet to be told of the next view
+        elif isinstance(event, PeerLost):
             self._lose(event)
         elif isinstance(event, JobOver):
             self._fail(Status.SHUTDOWN)
@@ -459,6 +495,9 @@ class Connections:
 
     def _fail(self, status: int) -> None:
         """End everything in flight; news may come before we are whole."""
+        self._interrupt.set()
+        if self.node is not None:
+            self.node.fail()
         if hasattr(self, "exchange"):
             self.engine.fail(status)
             self.exchange.fail(status)
@@ -492,6 +531,22 @@ class Connections:
         self._close_links(timeout_s)
         self._on_event = _ignore  # so that the session, if nobody else holds it, goes at once
 
+    def end_view(self) -> ControlClient:
+        """End all but the connection to the scheduler, which is returned, at once.
+
+        When this returns, nothing of this process writes what other members can see, and what was
+        in flight has failed. Blocks to shutdown_timeout_s a step.
+        """
+        timeout_s = self._config.shutdown_timeout_s
+        if self._status is not None:
+            self._status.close()
+            self._status = None
+        self._fail(Status.PEER_LOST)
+        self.engine.wait_closed(timeout_s=timeout_s)
+        self._close_links(timeout_s)
+        self.client.give_events_to(self._on_event)
+        return self.client
+
     def _close_links(self, timeout_s: float) -> None:
         if self._links is not None:
             self._links.close(timeout_s=timeout_s)
@@ -513,8 +568,6 @@ class Connections:
         """Free what was made of something that did not become whole."""
         with contextlib.suppress(FastPSError):
             self._close_links(self._config.shutdown_timeout_s)
-        if hasattr(self, "client"):
-            self.client.close()
         doors.close()
 
     def abandon(self) -> None:

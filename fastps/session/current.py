@@ -116,16 +116,15 @@ def _started(settings: Mapping[str, object]) -> Session:
 def _join(config: Config, settings: Mapping[str, object]) -> Session:
     """Make the session, in the job of a launcher of ours or of another."""
     from fastps.config import launchers, load  # noqa: PLC0415
-    from fastps.session.session import Session  # noqa: PLC0415
 
     if not launchers.is_left_alone(config):
-        return Session(config)
+        return _made(config)
     from fastps.control import foreign_launch  # noqa: PLC0415
 
     global _met
     met = _met or foreign_launch.meet(config)
     try:
-        session = Session(load({**settings, **met.settings}))
+        session = _made(load({**settings, **met.settings}))
     except BaseException:
         _met = None
         met.close()
@@ -134,6 +133,16 @@ def _join(config: Config, settings: Mapping[str, object]) -> Session:
         met.board.clear()  # all are in, or none will be
     _met = met
     return session
+
+
+def _made(config: Config) -> Session:
+    if config.is_elastic and config.size > 1:
+        from fastps.session.elastic import ElasticSession  # noqa: PLC0415  (most jobs are not)
+
+        return ElasticSession(config)
+    from fastps.session.session import Session  # noqa: PLC0415
+
+    return Session(config)
 
 
 def wait_before_leaving(wait: Callable[[], object]) -> None:

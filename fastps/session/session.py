@@ -83,7 +83,9 @@ from fastps.worker.handle import Array, OperationHandle, Waiting
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient, PendingReply
+    from fastps.session.connections import Connections
     from fastps.session.groups import Groups
+    from fastps.session.view import View
     from fastps.worker._plan import PlannedTensor, Ticket
 
 log = logging.getLogger(__name__)
@@ -132,17 +134,29 @@ class Session(ForgetMixin):
 
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
-        self.config = config
         self.state, self._state_lock = State.OPEN, threading.Lock()
+        self.wait_seconds = [0.0]
+        self._client: ControlClient | None = None
+        self.n_forgotten = 0
+        self.held: dict[str, Any] = {}  # by name: see algorithms/held_parameters.py
+        self.extra_statistics: list[Callable[[], dict[str, float]]] = []  # what statistics() adds
+        fork.sessions.add(self)
+        self._begin(config)
+        if config.num_servers or config.n_programs > 1 or config.force_distributed:
+            # imported here: a job of one worker needs neither links nor engines
+            from fastps.session.connections import Connections  # noqa: PLC0415
+
+            self._join(Connections(config, self._on_event))
+
+    def _begin(self, config: Config) -> None:
+        """Make what a session consists of beside its connections, and knows of other members."""
+        self.config = config
         self._lock = threading.Lock()  # declarations; held while the scheduler answers
         self._tensors: dict[str, PlannedTensor] = {}
         self._witness = Witness()
         self.left, self.gone = self._witness.left, self._witness.gone  # as far as we know
         self._poisoned = self._witness.poisoned
-        self.wait_seconds = [0.0]
-        self._client: ControlClient | None = None
         self._groups: Groups | None = None
-        self.n_forgotten = 0
         self.steps = Steps(self)
         self.join_state = JoinState(self, self.steps)
         self.routes = RouteChecker(self, self.join_state)
@@ -151,17 +165,10 @@ class Session(ForgetMixin):
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self._alone = single_worker.Tensors()
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
-        self.held: dict[str, Any] = {}  # by name: see algorithms/held_parameters.py
-        self.extra_statistics: list[Callable[[], dict[str, float]]] = []  # what statistics() adds
-        fork.sessions.add(self)
-        if config.num_servers or config.n_programs > 1 or config.force_distributed:
-            self._join()
 
-    def _join(self) -> None:
-        # imported here: a job of one worker needs neither links nor engines
-        from fastps.session.connections import Connections  # noqa: PLC0415
-
-        self.connections = Connections(self.config, self._on_event)
+    def _join(self, connections: Connections) -> None:
+        """Take the connections, and the place in the job that they have."""
+        self.connections = connections
         self._client, self._engine = self.connections.client, self.connections.engine
         job = self.connections.job
         self.rank, self.size = job.me, job.n_workers
@@ -558,6 +565,9 @@ class Session(ForgetMixin):
             tickets, outputs, self._waiting, is_single=is_single, operation=operation,
             is_average=operation == AVERAGE and self._client is not None,
         )  # fmt: skip
+
+    def call_in_views(self, call: Callable[[View], object]) -> None:
+        """Have a function called with each next view; a session that is not elastic has none."""
 
     # ---- groups ----
 

@@ -150,6 +150,7 @@ class PeerLinks:
         self._owner: LinkOwner | None = None
         self._table = PeerTable(0)
         self._changed = threading.Condition()  # guards table, owner and transports
+        self._has_failed = False  # no link is to be made any more
         self._tcp: TcpTransport | None = None
         self._rdma: RdmaTransport | None = None
         self._openings: dict[int, Opening] = {}  # of RDMA links
@@ -265,7 +266,7 @@ class PeerLinks:
         timeout_s = self._config.handshake_timeout_s
         deadline = time.monotonic() + timeout_s + (0 if cause else self._config.connect_timeout_s)
         while self._table.state(peer) in (PeerState.DIALLING, PeerState.CHOSEN):
-            left_s = deadline - time.monotonic()
+            left_s = 0.0 if self._has_failed else deadline - time.monotonic()
             if left_s <= 0 or not self._changed.wait(left_s):
                 self._table.give_up(peer)
                 self._changed.notify_all()
@@ -275,6 +276,12 @@ class PeerLinks:
                 )
         if self._table.state(peer) is not PeerState.OPEN and peer not in self._by_tcp:
             raise cause or TransportError(f"another thread could not link to {self._name(peer)}")
+
+    def fail(self) -> None:
+        """Stop waiting for all links: the job, or its view, has failed."""
+        with self._changed:
+            self._has_failed = True
+            self._changed.notify_all()
 
     def lose(self, peer: int) -> None:
         """Stop waiting for a link to a member that is lost."""

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE
 PROBE_BYTES = 64 << 10
 CLOSE_S = 5.0  # for the accepting thread to end
+LOOK_S = 0.02  # between looks whether a member that is awaited is lost
 DESCRIPTORS_PER_MESSAGE = 128  # the kernel allows 253
 CGROUP = Path("/sys/fs/cgroup")
 RESERVE_BYTES = 64 << 20  # that an arena leaves free of a container's memory
@@ -410,8 +411,9 @@ def _meet(
         listener.listen(len(expected) + 8)
         listener.setblocking(False)
         gate.start()
-        if not is_complete.wait(left_s):
-            raise TimeoutError
+        while not is_complete.wait(min(max(deadline - time.monotonic(), 0), LOOK_S)):
+            if sockets.is_interrupted() or time.monotonic() >= deadline:
+                raise TimeoutError
     finally:
         gate.close(timeout_s=CLOSE_S)
 
@@ -463,7 +465,8 @@ def _receive(sock: socket.socket, count: int, deadline: float) -> list[int]:
     while len(found) < count:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
         wanted = min(count - len(found), DESCRIPTORS_PER_MESSAGE)
-        data, batch, _, _ = socket.recv_fds(sock, 1, wanted)
+        with sockets.waiting_on(sock):
+            data, batch, _, _ = socket.recv_fds(sock, 1, wanted)
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, "the other worker left")
         found.extend(batch)

@@ -45,6 +45,63 @@ ROOT_UID = 0
 _ABSENT = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT}
 
 
+class Interrupt:
+    """Ends, from any thread, the waits on sockets of the thread that is inside its with block.
+
+    They raise OSError, or end as if their deadline had come.
+    """
+
+    _of_thread = threading.local()
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._lock = threading.Lock()
+        self._waited: set[socket.socket] = set()
+
+    def set(self) -> None:
+        """End the waits, those that begin later too."""
+        with self._lock:
+            self.is_set = True
+            for sock in self._waited:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> None:
+        self._of_thread.current = self
+
+    def __exit__(self, *error: object) -> None:
+        self._of_thread.current = None
+
+    @classmethod
+    def current(cls) -> Interrupt | None:
+        """Return that of this thread."""
+        return getattr(cls._of_thread, "current", None)
+
+    @contextlib.contextmanager
+    def _covering(self, sock: socket.socket) -> Iterator[None]:
+        with self._lock:
+            if self.is_set:
+                raise InterruptedError(errno.EINTR, "a member was lost meanwhile")
+            self._waited.add(sock)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waited.discard(sock)
+
+
+def waiting_on(sock: socket.socket) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a wait on a socket, which the thread's Interrupt ends."""
+    current = Interrupt.current()
+    return contextlib.nullcontext() if current is None else current._covering(sock)
+
+
+def is_interrupted() -> bool:
+    """Return whether the waits of this thread are to end."""
+    current = Interrupt.current()
+    return current is not None and current.is_set
+
+
 def tune(sock: socket.socket, user_timeout_s: float) -> None:
     """Set the options of every TCP connection: no delay, keepalive, a user timeout."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -167,7 +224,8 @@ def connect_unix(name: str, *, deadline: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        sock.connect("\0" + name)
+        with waiting_on(sock):
+            sock.connect("\0" + name)
     except OSError:
         sock.close()
         raise
@@ -318,7 +376,8 @@ def connect(
             sock.settimeout(max(share_s, 0.001))
             if prepare is not None:
                 prepare(sock, str(address[0]))
-            sock.connect(address)
+            with waiting_on(sock):
+                sock.connect(address)
             _refuse_self(sock)
             tune(sock, user_timeout_s)
         except OSError as error:
@@ -352,7 +411,8 @@ def read_exactly(sock: socket.socket, nbytes: int, *, deadline: float) -> bytes:
     data = bytearray()
     while len(data) < nbytes:
         sock.settimeout(max(deadline - time.monotonic(), 0.001))
-        piece = sock.recv(nbytes - len(data))
+        with waiting_on(sock):
+            piece = sock.recv(nbytes - len(data))
         if not piece:
             raise ConnectionResetError(errno.ECONNRESET, "the other side closed the connection")
         data += piece
@@ -436,11 +496,16 @@ def join_address(host: str, port: int) -> str:
 
 
 def attempts(deadline: float, *, longest_s: float = RETRY_LAST_S) -> Iterator[None]:
-    """Yield once, and again until a deadline; the pauses after it double up to longest_s."""
+    """Yield once, and again until a deadline; the pauses after it double up to longest_s.
+
+    Ends early where the waits of this thread are interrupted.
+    """
     pause_s = RETRY_FIRST_S
     yield
     while (left_s := deadline - time.monotonic()) > 0:
         time.sleep(min(pause_s, left_s))
+        if is_interrupted():
+            return
         if pause_s < left_s:
             yield
         pause_s = min(2 * pause_s, longest_s)

@@ -253,6 +253,21 @@ class OperationHandle(Handle[Array | list[Array]]):
             if factor != 1.0 and code is not None:
                 scale(array, code, factor)
 
+    def wait_status(self, timeout_s: float) -> int | None:
+        """Wait for the end; return the first status that is none of success, 0, or None in time.
+
+        Makes no result and no error.
+        """
+        deadline = time.perf_counter() + timeout_s
+        first = 0
+        for ticket in self._tickets:
+            left_s = max(deadline - time.perf_counter(), 0.0)
+            status = ticket.wait(timeout_s=left_s, spin_us=self._waiting.spin_us)
+            if status is None:
+                return None
+            first = first or status
+        return first
+
     def _is_over(self) -> bool:
         return all(ticket.is_done for ticket in self._tickets)
 

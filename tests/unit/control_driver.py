@@ -102,6 +102,7 @@ class Driver:
             "host_id": "boot/1",
             "machine": f"machine {peer}" if self.is_apart else "boot/1",
             "unix": f"unix{peer}" if role == "server" else "",
+            "elastic_min": self.config.elastic_min,
         }
         self.say(peer, Join(**(fields | changes)))  # type: ignore[arg-type]
         return peer

@@ -34,6 +34,7 @@ from fastps.control.protocol import (
     PeerLost,
     ReportLost,
     Started,
+    ViewLost,
 )
 
 SIZE, SERVERS = 2, 1
@@ -45,10 +46,13 @@ class MembershipMachine(RuleBasedStateMachine):
     """Drives a job of two workers and one server with arbitrary events."""
 
     is_joint = False
+    is_elastic = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(size=SIZE, num_servers=SERVERS, lease_s=5, linger_s=3)
+        self.driver = Driver(
+            size=SIZE, num_servers=SERVERS, lease_s=5, linger_s=3, elastic_min=int(self.is_elastic)
+        )
         self.driver.is_apart = self.is_joint
         self.asked: set[tuple[int, int]] = set()
         self.seen: dict[int, int] = {}
@@ -325,6 +329,44 @@ class JointMachine(MembershipMachine):
 
     is_joint = True
 
+
+class ElasticMachine(MembershipMachine):
+    """The same, where the job goes on with one worker when the others are lost."""
+
+    is_elastic = True
+
+    @precondition(lambda self: self.driver.machine._is_changing)
+    @rule(count=st.integers(1, SIZE + SERVERS))
+    def survivors_come(self, count: int) -> None:
+        """Let some of the survivors await the next view, and all of them in the end."""
+        for peer in self.members()[:count]:
+            self.wait_for_start(peer, 30.0)
+
+    @invariant()
+    def ranks_are_unique(self) -> None:
+        """One view of a generation starts, with ranks that close up, and the same for all."""
+        started: dict[int, set[tuple[object, ...]]] = {}
+        for messages in self.driver.sent.values():
+            for message in messages:
+                if isinstance(message, Started):
+                    job = message.job
+                    assert [member.rank for member in job.workers] == list(range(job.n_workers))
+                    assert 1 <= job.n_workers <= SIZE
+                    started.setdefault(job.generation, set()).add(job.members)
+        assert all(len(views) == 1 for views in started.values())
+
+    @invariant()
+    def who_is_lost_is_told(self) -> None:
+        """A member that is taken for lost hears of no later view as a survivor."""
+        for messages in self.driver.sent.values():
+            told = [message for message in messages if isinstance(message, ViewLost)]
+            assert all(message.survives for message in told[:-1])
+            generations = [message.generation for message in told]
+            assert generations == sorted(set(generations))
+
+
+TestElasticMachine = ElasticMachine.TestCase
+TestElasticMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 TestMembershipMachine = MembershipMachine.TestCase
 TestMembershipMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

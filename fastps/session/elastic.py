@@ -1,0 +1,628 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session that goes on when members are lost: in a new view, without them.
+
+A view is what a session has with the other members: links, shared memory, declared tensors,
+process sets. When the scheduler says that a member is lost, the thread fastps:view ends all of
+that, awaits the next view with the other survivors, and starts again what was in flight. Three
+rules make the results right:
+
+1. Sources stay intact. An operation in place lands beside its array, and is copied there only
+   when it is committed, so until then it can be started again.
+2. A result is handed out when it has landed on all workers (commit_log.py). After a loss, either
+   some survivor knows that, and then all survivors have the result, or nobody has handed it out,
+   and all start it again, as a sum or average over the survivors.
+3. No survivor awaits the next view before its threads and links of the last one have ended, and
+   the lost process, if it is on this machine, has ended too. So nothing of the last view is
+   written once operations of the next one have begun.
+
+Threads: any that start and wait; fastps:view changes the view; fastps:commit takes part in rounds
+of commits while no thread of the program waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastps.collectives._calls import invalidate_call_cache
+from fastps.collectives.row_counts import gather_objects
+from fastps.config import Config
+from fastps.contract.contract import Policy
+from fastps.control.fence import Fence
+from fastps.control.protocol import Event, JobOver, Layout, PeerLost, TensorSpec, ViewLost, relaid
+from fastps.errors import (
+    ConfigError,
+    DuplicateNameError,
+    FastPSError,
+    PeerLostError,
+    ShutdownError,
+    Status,
+    ViewChangedError,
+)
+from fastps.session.commit_log import CommitLog, Round
+from fastps.session.session import Session
+from fastps.session.tensor_spec import Arrays, Names, outputs_of, pair
+from fastps.session.view import View
+from fastps.types import DType, checked_seconds
+from fastps.worker.handle import Array, Handle, OperationHandle
+
+if TYPE_CHECKING:
+    from fastps.control.blame import Failure
+    from fastps.session.connections import Connections
+
+log = logging.getLogger(__name__)
+
+_LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
+_COMMITS = "fastps.commits"  # channel of the rounds
+_ROUNDS = "fastps.rounds"  # channel on which survivors compare their last rounds
+_NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
+_LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
+
+
+class ElasticHandle(Handle[Array | list[Array]]):
+    """The handle of an operation that is started again when members are lost.
+
+    begin: starts it on the tensors at some places, and returns the handle. landings: where
+    results land; outputs: where they are handed out.
+    """
+
+    _factor: tuple[float, DType] | None = None
+
+    def __init__(
+        self,
+        session: ElasticSession,
+        names: Sequence[str],
+        landings: Sequence[Array],
+        outputs: Sequence[Array],
+        begin: Callable[[Sequence[int]], OperationHandle],
+        *,
+        is_single: bool,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._session = session
+        self._landings, self._outputs = landings, outputs
+        self._is_single = is_single
+        self._begin = begin
+        self.names = names
+        self.entries = [session.commits.entry(name) for name in names]
+        self.is_awaited = False  # a thread waits for it, and takes part in rounds
+        self.is_committed = False
+        self.error: FastPSError | None = None  # why it cannot be started again
+        self._parts: list[OperationHandle] = []  # all but the last: of entries committed before
+        self._left = list(range(len(names)))  # places that are not committed
+        self.view = 0
+
+    def start(self, view: int) -> None:
+        """Start it in a view, or what is left of it."""
+        if self.view:  # what came before is over
+            self._parts = self._parts[:-1]
+        self.view = view
+        self._parts.append(self._begin(self._left))
+
+    def status(self) -> int | None:
+        """Return how it ended: None: it has not, 0: it has landed."""
+        last = self._parts[-1]
+        return last.wait_status(0.0) if last.poll() else None
+
+    def wait_landed(self, timeout_s: float) -> int | None:
+        """Wait until it has ended; return its status, or None in time."""
+        return self._parts[-1].wait_status(timeout_s)
+
+    def commit(self, entries: set[str]) -> bool:
+        """Take what was committed; return whether that is all of it."""
+        self._left = [place for place in self._left if self.entries[place] not in entries]
+        self.is_committed = not self._left
+        return self.is_committed
+
+    def late(self, timeout_s: float) -> FastPSError:
+        """Return the error of what has not ended in time."""
+        part = self._parts[-1]
+        return part._waiting.explain(
+            next(one for one in part._tickets if not one.is_done), part._operation, None, timeout_s
+        )
+
+    def explain(self) -> FastPSError:
+        """Return the error of what has failed."""
+        try:
+            self._parts[-1].wait(0.0)
+        except FastPSError as error:
+            return error
+        raise AssertionError("the operation has not failed")
+
+    def scale(self, factor: float, code: DType) -> ElasticHandle:
+        """Have results, of a dtype, multiplied by a factor when they are handed out."""
+        self._factor = factor, code
+        return self
+
+    def _is_over(self) -> bool:
+        return self.is_committed or self.error is not None
+
+    def _collect(self, timeout_s: float | None) -> None:
+        self._session.settle([self], timeout_s)
+
+    def _make(self, found: None) -> Array | list[Array]:
+        if self.error is not None:
+            raise self.error
+        for part in self._parts:
+            if self._factor is not None:
+                part.scale(*self._factor)
+            part.wait(0.0)
+        for landing, output in zip(self._landings, self._outputs, strict=True):
+            if landing is not output:
+                np.copyto(output, landing)
+        self._parts.clear()
+        return self._outputs[0] if self._is_single else list(self._outputs)
+
+
+class ElasticSession(Session):
+    """Membership of this process in an elastic job, over all its views."""
+
+    def __init__(self, config: Config) -> None:
+        """Join the job, as a Session does."""
+        self.commits = CommitLog()
+        self.view = 1  # its number; the job's generation is another
+        self.views: list[View] = []  # all but the first
+        self._fence = Fence()
+        self._given = config
+        self._view_lock = threading.RLock()  # held while operations start, and the view changes
+        self._changed = threading.Condition()  # guards the next four
+        self._news: ViewLost | None = None  # what the view is about to end for
+        self._is_changing = False
+        self._fatal: FastPSError | None = None  # why no view comes any more
+        self._active: dict[str, ElasticHandle] = {}  # in the order of their starts, by name
+        self._rounds = threading.Lock()  # held during a round
+        self._layouts: dict[str, Layout] = {}  # of what was declared in earlier views
+        self._landings: dict[str, Array] = {}  # of operations in place, by name
+        self._on_view: list[Callable[[View], object]] = []  # called with each new view
+        self._threads: list[threading.Thread] = []
+        super().__init__(config)
+        self._fence.watch(self.connections.job)
+        self._ending = threading.Event()
+        work = {"fastps:view": self._change_views, "fastps:commit": self._take_part}
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for name, target in work.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def call_in_views(self, call: Callable[[View], object]) -> None:
+        """Have a function called with each next view, before operations in it end."""
+        self._on_view.append(call)
+
+    # ---- operations ----
+
+    def declare(self, specs: Any, *, policy: Policy = Policy.SUM, **terms: Any) -> None:
+        """Declare tensors, as Session.declare(); ConfigError for what servers hold."""
+        if policy != Policy.SUM:
+            raise ConfigError(
+                f"{policy.name} needs servers that keep values, which an elastic job would lose "
+                "with a server; unset FASTPS_ELASTIC_MIN, or use push_pull()"
+            )
+        self._in_a_view(functools.partial(super().declare, specs, policy=policy, **terms))
+
+    def push_pull(self, tensor: Arrays, name: Names, **options: Any) -> Array | list[Array]:
+        """Sum tensor over all workers of the view; see Session.push_pull(). Blocks."""
+        return self.push_pull_async(tensor, name, **options).wait()
+
+    def push_pull_async(  # type: ignore[override]
+        self, tensor: Arrays, name: Names, *, out: Arrays | None = None, **options: Any
+    ) -> ElasticHandle:
+        """Start to sum tensor over all workers of the view; see Session.push_pull_async()."""
+        self.check_usable()
+        names, arrays = pair(name, tensor)
+        is_single = isinstance(name, str)
+        outputs = outputs_of(tensor, arrays, out, self.result_like, is_single=is_single)
+        landings = [self._landing(*three) for three in zip(names, arrays, outputs, strict=True)]
+        start = super().push_pull_async
+        priority = options.pop("priority", 0)
+        priorities = [priority] * len(names) if isinstance(priority, int) else list(priority)
+
+        def begin(places: Sequence[int]) -> OperationHandle:
+            return start(
+                [arrays[i] for i in places], [names[i] for i in places],
+                out=[landings[i] for i in places], priority=[priorities[i] for i in places],
+                **options,
+            )  # fmt: skip
+
+        return self._started(
+            ElasticHandle(self, names, landings, outputs, begin, is_single=is_single)
+        )
+
+    def broadcast_async(  # type: ignore[override]
+        self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
+    ) -> ElasticHandle:
+        """Start to copy the root's tensor into everybody's; see Session.broadcast_async()."""
+        self.check_usable()
+        root = self._identity(self._checked_root(root_rank))
+        names, arrays = pair(name, tensor)
+        start = super().broadcast_async
+
+        def begin(places: Sequence[int]) -> OperationHandle:
+            rank = self._rank_of(root)
+            if rank is None:
+                raise PeerLostError(
+                    f"tensor {names[0]!r} cannot be broadcast: its root, worker {root_rank} of an "
+                    "earlier view, is lost; broadcast from another worker"
+                )
+            some = [arrays[i] for i in places], [names[i] for i in places]
+            return start(some[0], rank, some[1], dtype=dtype)
+
+        return self._started(
+            ElasticHandle(self, names, arrays, arrays, begin, is_single=isinstance(name, str))
+        )
+
+    def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
+        """Wait until every worker of the view has come here; see Session.barrier()."""
+        self._in_a_view(functools.partial(super().barrier, name, timeout_s=timeout_s))
+
+    def _landing(self, name: str, array: Array, output: Array) -> Array:
+        """Return where a result lands: beside its array."""
+        if output is not array and not np.may_share_memory(array, output):
+            return output
+        known = self._landings.get(name)
+        if known is None or known.shape != output.shape or known.dtype != output.dtype:
+            known = self._landings[name] = self.result_like(output)
+        return known
+
+    def _started(self, handle: ElasticHandle) -> ElasticHandle:
+        """Start an operation in the view of now, or in the next one if that ends meanwhile."""
+        for name in handle.names:
+            before = self._active.get(name)
+            if before is not None:
+                if before.status() is None:
+                    raise DuplicateNameError(
+                        f"tensor {name!r} is in flight already; wait for its handle first"
+                    )
+                before.wait()
+        handle.entries = [self.commits.entry(name) for name in handle.names]
+
+        def start() -> None:
+            handle.start(self.view)
+            with self._changed:
+                self._active.update(dict.fromkeys(handle.names, handle))
+                self._changed.notify_all()
+
+        self._in_a_view(start)
+        return handle
+
+    def _in_a_view(self, call: Callable[[], object]) -> None:
+        """Do something that needs the other members, again where the view ends meanwhile."""
+        while True:
+            with self._view_lock:
+                view = self.view
+                try:
+                    call()
+                except ViewChangedError:
+                    pass
+                else:
+                    return
+            self._await_view(view, self.config.start_timeout_s)
+
+    # ---- waiting, and commits ----
+
+    def settle(self, handles: Sequence[ElasticHandle], timeout_s: float | None) -> None:
+        """Wait until the results of operations may be handed out, or their errors raised.
+
+        Raises StallError in time, and what made an operation fail if not a loss.
+        """
+        limit_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
+        began = time.perf_counter()
+        deadline = began + limit_s
+        try:
+            while left := [one for one in handles if not one._is_over()]:
+                self._settle_one(left[0], deadline, limit_s)
+        finally:
+            self.wait_seconds[0] += time.perf_counter() - began
+
+    def _settle_one(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
+        left_s = max(deadline - time.perf_counter(), 0.0)
+        view = handle.view
+        handle.is_awaited = True
+        try:
+            self._settle_in_view(handle, view, left_s, limit_s)
+        finally:
+            handle.is_awaited = False
+
+    def _settle_in_view(
+        self, handle: ElasticHandle, view: int, left_s: float, limit_s: float
+    ) -> None:
+        status = handle.wait_landed(left_s)
+        if handle._is_over() or handle.view != view:
+            return
+        if status is None:
+            raise handle.late(limit_s)
+        if status == Status.OK:
+            with contextlib.suppress(ViewChangedError):
+                self._take_round(handle)
+                return
+        elif status not in _LOSSES:
+            handle.error = handle.explain()
+            self._forget([handle])
+            return
+        else:
+            self._report(handle, view)
+        self._await_view(view, left_s)
+
+    def _take_round(self, handle: ElasticHandle) -> None:
+        """Take part in a round, unless the handle is committed meanwhile or its view ends."""
+        view = handle.view
+        with self._rounds:
+            if handle._is_over() or view != self.view:
+                return
+            self._complete_round()
+
+    def _complete_round(self) -> None:
+        with self._changed:
+            handles = list(dict.fromkeys(self._active.values()))
+        landed = [
+            entry for one in handles if one.view == self.view and one.status() == Status.OK
+            for entry in one.entries
+        ]  # fmt: skip
+        told = gather_objects(self.groups.world, landed, _COMMITS)
+        self._commit(self.commits.complete(told))
+
+    def _commit(self, entries: Sequence[str]) -> None:
+        known = set(entries)
+        with self._changed:
+            handles = list(dict.fromkeys(self._active.values()))
+        self._forget([one for one in handles if one.commit(known)])
+
+    def _forget(self, handles: Sequence[ElasticHandle]) -> None:
+        with self._changed:
+            for handle in handles:
+                for name in handle.names:
+                    if self._active.get(name) is handle:
+                        del self._active[name]
+            self._changed.notify_all()
+
+    def _take_part(self) -> None:
+        """Take part in rounds for what has landed while no thread waits for it."""
+        while not self._ending.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._active or self._ending.is_set())
+                handles = list(dict.fromkeys(self._active.values()))
+            if any(self._is_forgotten(one) for one in handles):
+                with contextlib.suppress(FastPSError), self._rounds:
+                    if any(self._is_forgotten(one) for one in handles):
+                        self._complete_round()
+            self._ending.wait(_LOOK_S)
+
+    def _is_forgotten(self, handle: ElasticHandle) -> bool:
+        """Return whether an operation has landed, and no thread takes part in rounds for it."""
+        return (
+            handle.view == self.view and not handle._is_over() and not handle.is_awaited
+            and handle.status() == Status.OK
+        )  # fmt: skip
+
+    # ---- losses ----
+
+    def _has_news(self, view: int) -> bool:
+        """Return whether a view has ended, or is about to."""
+        return self.view != view or self._news is not None or self._is_changing
+
+    def _await_view(self, view: int, timeout_s: float) -> None:
+        """Wait until the view after this one has begun; raises why none comes."""
+        news_s = self.config.lease_s + _NEWS_S
+        timeout_s = max(timeout_s, news_s)
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._has_news(view) or self._fatal is not None, news_s
+            ):
+                raise PeerLostError(
+                    f"links of view {view} ended, and the scheduler did not say within {news_s:g} "
+                    "s which process is lost. Restart the job"
+                )
+            if not self._changed.wait_for(
+                lambda: self.view != view or self._fatal is not None, timeout_s
+            ):
+                raise PeerLostError(
+                    f"the view after view {view} did not begin within {timeout_s:g} s; a survivor "
+                    "may be stopped. Restart the job"
+                )
+            if self.view == view and self._fatal is not None:
+                raise type(self._fatal)(str(self._fatal))
+
+    def _report(self, handle: ElasticHandle, view: int) -> None:
+        """Let the scheduler know that links ended, if it has not said so itself."""
+        if self._has_news(view) or self._client is None or self.is_over:
+            return
+        generation = self._client.job.generation
+        failure = self.connections.failure(handle.names[0], Status.PEER_LOST)
+        report = self._witness.report(failure)
+        if report is not None and not self._has_news(view):
+            with contextlib.suppress(FastPSError):
+                self._client.report_lost(
+                    report.member, report.cause, is_owner=report.is_owner, generation=generation
+                )
+
+    def _blame(self, failure: Failure) -> FastPSError:
+        """Return the error of an operation that is not started again."""
+        if not failure.is_loss or self._fatal is not None or self.is_over:
+            return super()._blame(failure)
+        view, is_changing = self.view, threading.current_thread() in self._threads[:1]
+        with contextlib.suppress(FastPSError):
+            report = self._witness.report(failure)
+            client = self._client
+            if (
+                report is not None
+                and client is not None
+                and (is_changing or not self._has_news(view))
+            ):
+                client.report_lost(
+                    report.member, report.cause, is_owner=report.is_owner,
+                    generation=client.job.generation,
+                )  # fmt: skip
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._has_news(view) or self._fatal is not None,
+                self.config.lease_s + _NEWS_S,
+            )
+            lost = self._news.lost if self._news is not None else ""
+        if not self._has_news(view):
+            return super()._blame(failure)
+        what = failure.tensor if failure.is_operation else f"tensor {failure.tensor!r}"
+        return ViewChangedError(
+            f"{what}: {lost or self.views[-1].cause}; the job goes on without it: call the "
+            "operation again on all workers"
+        )
+
+    def _on_event(self, event: Event) -> None:
+        if isinstance(event, ViewLost) and event.survives:
+            log.info("%s; the job goes on in a new view", event.lost)
+            self._fence.end(event.lost)
+            with self._changed:
+                self._news = event
+                self._changed.notify_all()
+            return
+        if isinstance(event, ViewLost):
+            self._fail(PeerLostError(f"this process was taken for lost: {event.lost.cause}"))
+        elif isinstance(event, PeerLost):
+            self._fail(PeerLostError(str(event)))
+        elif isinstance(event, JobOver):
+            self._fail(ShutdownError(f"the job is over: {event.reason}"))
+        super()._on_event(event)
+
+    def _fail(self, error: FastPSError) -> None:
+        with self._changed:
+            self._fatal = self._fatal or error
+            self._changed.notify_all()
+
+    # ---- the next view ----
+
+    def _change_views(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._news is not None or self._ending.is_set())
+                if self._ending.is_set():
+                    return
+                self._is_changing = True
+            try:
+                with self._view_lock:
+                    self._change_view()
+            except FastPSError as error:
+                log.info("the view cannot begin: %s", error)
+                if self._is_told():
+                    continue  # another member was lost meanwhile
+                self._fail(error)
+            except BaseException as error:
+                log.exception("the view cannot be changed")
+                self._fail(FastPSError(f"the view cannot be changed: {error!r}"))
+            with self._changed:
+                self._is_changing = False
+                self._changed.notify_all()
+            if self._fatal is not None:
+                return
+
+    def _is_told(self) -> bool:
+        """Wait until the scheduler says that a member is lost; False: it does not."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._news is not None or self._fatal is not None or self._ending.is_set(),
+                self.config.lease_s + _NEWS_S,
+            )
+            return self._news is not None and self._fatal is None and not self._ending.is_set()
+
+    def _change_view(self) -> None:
+        """End the view, await the next one, and start again what was in flight."""
+        began = time.monotonic()
+        invalidate_call_cache()
+        if self._groups is not None:
+            with contextlib.suppress(FastPSError):
+                self._groups.close()
+        self.connections.end_view()
+        self._fence.wait()
+        with self._rounds:  # the last one of the view has ended, and counts if it was complete
+            self._begin_view(began)
+
+    def _begin_view(self, began: float) -> None:
+        with self._changed:
+            lost = [self._news.lost] if self._news is not None else []
+            self._news = None
+        for name, tensor in self._tensors.items():
+            self._layouts[name] = tensor.layout
+        self._begin(self._given)
+        self._landings.clear()
+        connections = self._meet_again()
+        with self._changed:  # was another member lost before this view began, it is without it
+            news = self._news
+            if news is not None and news.generation <= connections.job.generation:
+                lost.append(news.lost)
+                self._news = None
+        self._fence.wait()
+        self._fence.watch(self.connections.job)
+        self._declare_specs([
+            relaid(TensorSpec(name, layout), self._chunk_bytes)
+            for name, layout in self._layouts.items()
+        ])  # fmt: skip
+        rounds = gather_objects(self.groups.world, tuple(self.commits.last), _ROUNDS)
+        self._commit(self.commits.adopt(Round(number, tuple(some)) for number, some in rounds))
+        with self._changed:
+            handles = list(dict.fromkeys(self._active.values()))
+        for handle in handles:
+            self._start_again(handle)
+        view = View(
+            self.view + 1, self.rank, self.size, "; ".join(map(str, lost)), len(handles),
+            time.monotonic() - began,
+        )  # fmt: skip
+        self.views.append(view)
+        if self.rank == 0:
+            log.warning("%s", view)
+        for call in self._on_view:
+            call(view)
+        with self._changed:
+            self.view += 1
+            self._changed.notify_all()
+
+    def _meet_again(self) -> Connections:
+        """Await the next view, and connect to its members."""
+        from fastps.session.connections import Connections  # noqa: PLC0415  (as in Session)
+
+        connections = Connections(self._given, self._on_event, self._client)
+        job = connections.job
+        self.config = replace(
+            self._given, size=job.n_workers, num_servers=len(job.members) - job.n_workers
+        )
+        self._join(connections)
+        return connections
+
+    def _start_again(self, handle: ElasticHandle) -> None:
+        """Start an operation in the view that begins."""
+        try:
+            handle.start(self.view + 1)
+        except PeerLostError as error:
+            if isinstance(error, ViewChangedError) or self._news is not None:
+                raise
+            handle.error = error
+            self._forget([handle])
+
+    def _identities(self) -> list[tuple[str, int]]:
+        return [(one.hostname, one.pid) for one in self.connections.job.workers]
+
+    def _identity(self, rank: int) -> tuple[str, int]:
+        """Return which process a rank is, in words that hold in all views."""
+        return self._identities()[rank]
+
+    def _rank_of(self, identity: tuple[str, int]) -> int | None:
+        """Return the rank of a process in this view; None: it is lost."""
+        known = self._identities()
+        return known.index(identity) if identity in known else None
+
+    # ---- the end ----
+
+    def close(self) -> None:
+        """Leave the job in order, as Session.close()."""
+        self._ending.set()
+        with self._changed:
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(self.config.shutdown_timeout_s)
+        super().close()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic jobs lose members: no step is lost, and all survivors have the same sums."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import programs_elastic
+import pytest
+from job import Job
+
+STALL_S = 5.0  # a step in which a member dies, on a loaded machine
+SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "16384"}
+ELASTIC = {"FASTPS_ELASTIC_MIN": "1"}
+SHARED = {**ELASTIC, "FASTPS_SHARED_MEMORY": "1"}
+SOCKETS = {**ELASTIC, **SMALL, "FASTPS_SHARED_MEMORY": "0"}
+MIXED = {**SHARED, **SMALL, "FASTPS_FORCE_DISTRIBUTED": "1"}  # memory, then servers apart
+LAYOUTS = {
+    "shared": (SHARED, 0),
+    "sockets": (SOCKETS, 0),
+    "apart": (SOCKETS, 2),
+    "mixed": (MIXED, 2),
+}
+
+
+def check(results: Mapping[int, Mapping[str, Any]], *, steps: int = 40) -> None:
+    """Check that survivors have all steps, with the same sums, and took part in all of them."""
+    sums = [result["sums"] for result in results.values()]
+    assert all(len(one) == steps for one in sums)
+    assert all(one == sums[0] for one in sums)
+    least = sum(1 << rank for rank in results)
+    for found in sums[0]:
+        assert all(one & least == least for one in found), found
+    assert sums[0][-1] == [least] * len(sums[0][-1])
+    assert all(result["views"] for result in results.values())
+
+
+def results_of(job: Job, *victims: int) -> dict[int, Any]:
+    for rank in victims:
+        assert job.workers[rank].wait() == -signal.SIGKILL, job.workers[rank].report()
+    return {
+        rank: worker.result() for rank, worker in enumerate(job.workers) if rank not in victims
+    }
+
+
+SHARED_KILLS = ["local_arrive@40", "local_chunk@60", "local_stage@30", "worker_start@60"]
+LINK_KILLS = ["worker_start@60", "worker_result@150", "link_send@60", "link_recv@70"]
+SERVER_KILLS = ["server_landing@200", "server_sum@60", "server_result@90", "link_recv@80"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [("shared", one) for one in SHARED_KILLS]
+    + [(layout, one) for layout in ("sockets", "apart") for one in LINK_KILLS]
+    + [("sockets", one) for one in SERVER_KILLS],
+)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_dies_at_an_exact_moment(layout, fault, victim):
+    environment, servers = LAYOUTS[layout]
+    each = {("worker", victim): {"FASTPS_FAULT": f"{fault}:kill"}}
+    with Job(
+        programs_elastic.train, workers=3, servers=servers, environment=environment, each=each
+    ) as job:
+        results = results_of(job, victim)
+    check(results)
+    assert max(result["slowest"] for result in results.values()) < STALL_S
+
+
+@pytest.mark.parametrize("fault", SERVER_KILLS)
+def test_a_server_dies_at_an_exact_moment(fault):
+    each = {("server", 1): {"FASTPS_FAULT": f"{fault}:kill"}}
+    with Job(programs_elastic.train, workers=3, servers=2, environment=SOCKETS, each=each) as job:
+        results = results_of(job)
+        assert job.processes["server", 1].wait() == -signal.SIGKILL
+    check(results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_but_one_die_together(layout):
+    environment, servers = LAYOUTS[layout]
+    with Job(
+        programs_elastic.train, workers=4, servers=servers, environment=environment,
+        arguments={"pause_s": 0.02},
+    ) as job:  # fmt: skip
+        job.workers[3].wait_line("STEP 10")
+        for rank in (0, 1, 2):
+            job.workers[rank].send(signal.SIGKILL)
+        results = results_of(job, 0, 1, 2)
+    check(results)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_members_die_one_after_the_other(layout, seed):
+    """Often while survivors of the last loss are about to begin the next view."""
+    environment, servers = LAYOUTS[layout]
+    rng = random.Random(f"{layout} {seed}")
+    victims = rng.sample(range(5), 3)
+    with Job(
+        programs_elastic.train, workers=5, servers=servers, environment=environment,
+        arguments={"steps": 80},
+    ) as job:  # fmt: skip
+        for worker in job.workers:
+            worker.wait_line("STEP 2")
+        for rank in victims:
+            job.workers[rank].send(signal.SIGKILL)
+            time.sleep(rng.choice([0.0, 0.005, 0.02, 0.05, 0.2]))
+        results = results_of(job, *victims)
+    check(results, steps=80)
+
+
+def test_a_stopped_worker_is_killed_before_the_others_go_on():
+    environment = {**SHARED, "FASTPS_LEASE_S": "1", "FASTPS_HEARTBEAT_S": "0.2"}
+    with Job(
+        programs_elastic.train, workers=3, servers=0, environment=environment,
+        arguments={"pause_s": 0.02},
+    ) as job:  # fmt: skip
+        job.workers[1].wait_line("STEP 5")
+        job.workers[1].send(signal.SIGSTOP)
+        results = results_of(job, 1)
+    check(results)
+
+
+def test_results_may_be_awaited_in_any_order():
+    with Job(programs_elastic.wait_apart, workers=3, servers=0, environment=SHARED) as job:
+        sums = [worker.result()["sums"] for worker in job.workers]
+    assert sums == [[[7, 7]] * 30] * 3
+
+
+def test_a_broadcast_keeps_its_root_when_ranks_close_up():
+    each = {("worker", 0): {"FASTPS_FAULT": "local_arrive@12:kill"}}
+    with Job(
+        programs_elastic.broadcast, workers=3, servers=0, environment=SHARED, each=each,
+        arguments={"root": 2},
+    ) as job:  # fmt: skip
+        results = results_of(job, 0)
+    assert results[1]["found"] == results[2]["found"]
+    for result in results.values():
+        # the rank 2 is nobody's after the loss, which the next call says
+        assert result["found"] == [200 + step for step in range(len(result["found"]))]
+
+
+def test_an_average_is_over_those_who_took_part():
+    each = {("worker", 1): {"FASTPS_FAULT": "local_arrive@12:kill"}}
+    with Job(programs_elastic.average, workers=3, servers=0, environment=SHARED, each=each) as job:
+        results = results_of(job, 1)
+    found = results[0]["found"]
+    assert found == results[2]["found"]
+    assert set(found) == {6.0}  # (0 + 6 + 12) / 3 and (0 + 12) / 2
+
+
+def test_below_the_least_number_all_end_with_the_cause():
+    environment = {**SHARED, "FASTPS_ELASTIC_MIN": "2"}
+    with Job(
+        programs_elastic.broadcast, workers=2, servers=0, environment=environment,
+        arguments={"root": 0}, each={("worker", 1): {"FASTPS_FAULT": "local_arrive@9:kill"}},
+    ) as job:  # fmt: skip
+        survivor = job.workers[0]
+        assert survivor.wait() != 0
+        assert "FASTPS_ELASTIC_MIN" in survivor.stderr()
