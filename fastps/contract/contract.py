@@ -19,7 +19,7 @@ ANY_STALENESS = (1 << 31) - 1  # no member waits for another
 JOIN = (1 << 31) - 1  # as the stamp of a pull: take part in a round without a contribution
 MAX_DEADLINE_S = 86400.0
 MAX_SETTLERS = 256  # contributors that agree on a value: their table lies on the stack
-MAX_CAST = 4096  # members of one cast: the table of a sum's sources lies on the stack
+MAX_ROSTER = 4096  # members of one roster: the table of a sum's sources lies on the stack
 
 
 class Policy(IntEnum):
@@ -52,12 +52,12 @@ class Unit(IntEnum):
 
 
 @dataclass(frozen=True)
-class Cast:
-    """The members of a key, by sender number; a contributor's index is its place.
+class Roster:
+    """The members of a key, by sender number: which contribute to it and which read it.
 
-    A round needs contributions of at least `quorum` contributors; with 0 of none. divisor: of
-    averages; of a median, how many values are left out at either end. epoch: of the membership
-    that the cast was made from.
+    A contributor's index is its place. A round needs contributions of at least `quorum`
+    contributors; with 0 of none. divisor: of averages; of a median, how many values are left out
+    at either end. epoch: of the membership that the roster was made from.
     """
 
     contributors: tuple[int, ...]
@@ -72,8 +72,8 @@ class Cast:
             self.contributors + self.readers
         ):
             raise ValueError(f"a member is listed twice in {self}; list each member once")
-        if not 0 < len(self.members) <= MAX_CAST or min(self.members) < 0:
-            raise ValueError(f"{self} must have 1 to {MAX_CAST} members, numbered from 0")
+        if not 0 < len(self.members) <= MAX_ROSTER or min(self.members) < 0:
+            raise ValueError(f"{self} must have 1 to {MAX_ROSTER} members, numbered from 0")
         if not 0 <= self.quorum <= len(self.contributors) or self.divisor < 1:
             raise ValueError(
                 f"{self} must have a quorum of 0 to {len(self.contributors)} and a divisor "
@@ -88,7 +88,12 @@ class Cast:
 
 
 def check_policy(
-    policy: int, is_whole: bool, staleness: int, casts: Sequence[Cast], *, is_coded: bool = False
+    policy: int,
+    is_whole: bool,
+    staleness: int,
+    rosters: Sequence[Roster],
+    *,
+    is_coded: bool = False,
 ) -> None:
     """Raise ValueError for a policy that these parameters do not allow.
 
@@ -111,7 +116,7 @@ def check_policy(
         return
     if staleness:
         raise ValueError(f"policy {policy} needs staleness=0, got {staleness}")
-    most = max((len(cast.contributors) for cast in casts), default=0)
+    most = max((len(roster.contributors) for roster in rosters), default=0)
     if most > MAX_SETTLERS:
         raise ValueError(
             f"policy {policy} supports at most {MAX_SETTLERS} contributors, got {most}"
@@ -184,10 +189,10 @@ def pusher_of(machine_ranks: Sequence[int], partition: int) -> int:
     return machine_ranks[partition % len(machine_ranks)]
 
 
-def cast_apart(n: int, epoch: int = 0) -> Cast:
-    """Cast every partition for n workers that all push and read for themselves; any may skip."""
+def roster_apart(n: int, epoch: int = 0) -> Roster:
+    """List n workers that all push and read for themselves; any may skip."""
     ranks = tuple(range(n))
-    return Cast(ranks, ranks, 0, n, epoch)
+    return Roster(ranks, ranks, 0, n, epoch)
 
 
 def trim_of(policy: Policy, n: int) -> int:
@@ -195,18 +200,18 @@ def trim_of(policy: Policy, n: int) -> int:
     return (n - 1) // 2 if policy is Policy.COMBINED else 0
 
 
-def cast_kept(n: int, epoch: int = 0) -> Cast:
-    """Cast every partition for n workers that all read, and the first writes."""
-    return Cast((0,), tuple(range(n)), 0, n, epoch)
+def roster_kept(n: int, epoch: int = 0) -> Roster:
+    """List n workers that all read, and of which the first pushes."""
+    return Roster((0,), tuple(range(n)), 0, n, epoch)
 
 
-def cast_judged(n_workers: int, n_validators: int, epoch: int = 0, *, trim: int = 0) -> Cast:
-    """Cast every partition for validators, numbered after the workers, who push; all read."""
+def roster_judged(n_workers: int, n_validators: int, epoch: int = 0, *, trim: int = 0) -> Roster:
+    """List validators, numbered after the workers, that push; all members read."""
     pushing = tuple(range(n_workers, n_workers + n_validators))
-    return Cast(pushing, tuple(range(n_workers)) + pushing, 1, trim or n_validators, epoch)
+    return Roster(pushing, tuple(range(n_workers)) + pushing, 1, trim or n_validators, epoch)
 
 
-def cast_of(machines: Sequence[Sequence[int]], partition: int, epoch: int = 0) -> Cast:
-    """Cast a partition for workers, given by machine: one of each pushes and reads for all."""
+def roster_of(machines: Sequence[Sequence[int]], partition: int, epoch: int = 0) -> Roster:
+    """List one worker of each machine: it pushes and reads a partition for the others."""
     ranks = tuple(pusher_of(there, partition) for there in machines)
-    return Cast(ranks, ranks, len(ranks), sum(map(len, machines)), epoch)
+    return Roster(ranks, ranks, len(ranks), sum(map(len, machines)), epoch)

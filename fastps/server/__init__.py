@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the owner of a key does when members push: the store, and the command fastps-server.
 
-Decides when a round is complete, what is made of its contributions, and what becomes of late ones.
+Decides when a round is complete, what becomes of its contributions, and where late frames end.
 Must never know how bytes travel, or whether they are compressed: codecs and robust rules are rules
 of a key. Threads: those of the links, without the GIL; rules on threads of their own.
 Read _policies.pxd (a key and its policy), _store.pyx (frames, lookups), _rounds*.pxi (sums),

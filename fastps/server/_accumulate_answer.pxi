@@ -5,22 +5,23 @@
 
 cdef void answer_sent(SendItem* item, int status) noexcept nogil:
     cdef Turn* turn = <Turn*>item.context
-    give_back(turn.caller.value.entry, &turn.caller.buffers[turn.unit])
-    fps_add32(&turn.caller.in_flight, -1)       # last: the entry may be forgotten now
+    give_back(turn.member.value.entry, &turn.member.buffers[turn.unit])
+    fps_add32(&turn.member.in_flight, -1)       # last: the entry may be forgotten now
 
 
 cdef void caller_error_sent(SendItem* item, int status) noexcept nogil:
-    fps_add32(&(<Caller*>item.context).in_flight, -1)
+    fps_add32(&(<MemberState*>item.context).in_flight, -1)
 
 
-cdef void send_item(Caller* caller, SendItem* item, sent_fn sent, void* context) noexcept nogil:
+cdef void send_item(MemberState* member, SendItem* item, sent_fn sent,
+                    void* context) noexcept nogil:
     """Lend an item to a member's link; for a member that is gone it counts as sent."""
-    cdef LinkSlot* slot = slot_of(caller.value.entry, caller.index)
+    cdef LinkSlot* slot = slot_of(member.value.entry, member.index)
     cdef Link* link = slot_acquire(slot)
-    item.header.priority = caller.priority
+    item.header.priority = member.priority
     item.context = context
     item.sent = sent
-    fps_add32(&caller.in_flight, 1)
+    fps_add32(&member.in_flight, 1)
     if link == NULL:
         sent(item, OK)
         return
@@ -29,64 +30,64 @@ cdef void send_item(Caller* caller, SendItem* item, sent_fn sent, void* context)
     slot_release(slot)
 
 
-cdef void send_error(Caller* caller, int status) noexcept nogil:
+cdef void send_error(MemberState* member, int status) noexcept nogil:
     """Send a member the error of its operation; entry.lock is held."""
-    if caller.status != OK:
+    if member.status != OK:
         return
-    caller.status = status
-    fill_header(caller.value.entry, &caller.error.header, KIND_ERROR, caller.version)
-    caller.error.header.status = status
-    send_item(caller, &caller.error, caller_error_sent, caller)
+    member.status = status
+    fill_header(member.value.entry, &member.error.header, KIND_ERROR, member.version)
+    member.error.header.status = status
+    send_item(member, &member.error, caller_error_sent, member)
 
 
-cdef void fill_gathered(Caller* caller, SendItem* item) noexcept nogil:
-    """Put what a caller wants into its answer."""
-    cdef Value* value = caller.value
-    cdef uint32_t place = ~caller.wanted if is_aside(caller) else 0
+cdef void fill_gathered(MemberState* member, SendItem* item) noexcept nogil:
+    """Put what a member wants into its answer."""
+    cdef Value* value = member.value
+    cdef uint32_t place = ~member.wanted if is_aside(member) else 0
     cdef char* source = value.sums[0]
-    if is_aside(caller):
+    if is_aside(member):
         source = value.moments[place] if place < 2 else NULL
         item.header.status = <int32_t>value.steps
     else:
-        caller.seen = value.stamp
+        member.seen = value.stamp
     if source == NULL:
-        memset(caller.buffers[0], 0, item.nbytes)
+        memset(member.buffers[0], 0, item.nbytes)
     else:
-        memcpy(caller.buffers[0], source, item.nbytes)
+        memcpy(member.buffers[0], source, item.nbytes)
 
 
 cdef void send_answer(Turn* turn) noexcept nogil:
     """Send the value as it is now, or an acknowledgement where no result is wanted."""
-    cdef Caller* caller = turn.caller
-    cdef Entry* entry = caller.value.entry
-    cdef bint is_wanted = not caller.flags & FLAG_NO_RESULT
+    cdef MemberState* member = turn.member
+    cdef Entry* entry = member.value.entry
+    cdef bint is_wanted = not member.flags & FLAG_NO_RESULT
     cdef SendItem* item = &turn.answer
-    probe_hit(PROBE_SERVER_RESULT, entry.key, caller.version)
-    fill_header(entry, &item.header, KIND_RESULT, caller.version)
-    item.header.flags = caller.flags
-    item.header.status = <int32_t>caller.value.stamp
+    probe_hit(PROBE_SERVER_RESULT, entry.key, member.version)
+    fill_header(entry, &item.header, KIND_RESULT, member.version)
+    item.header.flags = member.flags
+    item.header.status = <int32_t>member.value.stamp
     item.nbytes = unit_length(entry, turn.unit) if is_wanted else 0
     item.base = turn.unit * entry.unit_bytes if is_wanted else 0
     item.chunk_bytes = entry.chunk_bytes
-    if is_coded(caller) and is_wanted:
-        put_packed(caller, item)
+    if is_coded(member) and is_wanted:
+        put_packed(member, item)
     elif entry.gathers:
-        fill_gathered(caller, item)
+        fill_gathered(member, item)
     else:
-        memcpy(caller.buffers[turn.unit], caller.value.sums[turn.unit], item.nbytes)
-    if is_wanted and not is_coded(caller) and not is_aside(caller):
-        keep_backup(caller, turn.unit)
-    item.payload = caller.buffers[turn.unit]
-    send_item(caller, item, answer_sent, turn)
+        memcpy(member.buffers[turn.unit], member.value.sums[turn.unit], item.nbytes)
+    if is_wanted and not is_coded(member) and not is_aside(member):
+        keep_backup(member, turn.unit)
+    item.payload = member.buffers[turn.unit]
+    send_item(member, item, answer_sent, turn)
 
 
 # ---------------------------------------------------------------- turns that wait; lock held
 
-cdef void queue_turn(Caller* caller, uint32_t unit) noexcept nogil:
-    cdef Value* value = caller.value
-    cdef Turn* turn = &caller.turns[unit]
-    fps_add32(&caller.in_flight, 1)
-    turn.caller = caller
+cdef void queue_turn(MemberState* member, uint32_t unit) noexcept nogil:
+    cdef Value* value = member.value
+    cdef Turn* turn = &member.turns[unit]
+    fps_add32(&member.in_flight, 1)
+    turn.member = member
     turn.unit = unit
     turn.next = NULL
     if value.first == NULL:
@@ -96,20 +97,20 @@ cdef void queue_turn(Caller* caller, uint32_t unit) noexcept nogil:
     value.last = turn
 
 
-cdef inline bint has_wanted(Caller* caller) noexcept nogil:
+cdef inline bint has_wanted(MemberState* member) noexcept nogil:
     """Return whether a pull can be answered."""
-    cdef Value* value = caller.value
+    cdef Value* value = member.value
     return value.n_seeded == value.entry.n_units and (
-        value.stamp >= caller.wanted or (value.entry.gathers and caller.wanted >= ASIDE))
+        value.stamp >= member.wanted or (value.entry.gathers and member.wanted >= ASIDE))
 
 
 cdef void wake_waiting(Value* value) noexcept nogil:
     """Queue the answers of pulls that waited for this value."""
     cdef uint32_t index
-    for index in range(value.entry.cast.n_members):
-        if value.callers[index].is_waiting and has_wanted(&value.callers[index]):
-            value.callers[index].is_waiting = False
-            queue_turn(&value.callers[index], 0)
+    for index in range(value.entry.roster.n_members):
+        if value.members[index].is_waiting and has_wanted(&value.members[index]):
+            value.members[index].is_waiting = False
+            queue_turn(&value.members[index], 0)
 
 
 cdef uint64_t farthest_version(Value* value, uint32_t unit) noexcept nogil:
@@ -117,18 +118,18 @@ cdef uint64_t farthest_version(Value* value, uint32_t unit) noexcept nogil:
     cdef Entry* entry = value.entry
     cdef uint64_t slowest = UINT32_MAX
     cdef uint32_t index
-    cdef Caller* caller
-    for index in range(entry.cast.n_contributors):
-        caller = &value.callers[index]
+    cdef MemberState* member
+    for index in range(entry.roster.n_contributors):
+        member = &value.members[index]
         if not is_gone(entry, index):
-            slowest = min(slowest, caller.version if unit < caller.n_taken else caller.clock)
+            slowest = min(slowest, member.version if unit < member.n_taken else member.clock)
     return slowest + entry.staleness
 
 
 cdef void answer_unit(Turn* turn) noexcept nogil:
-    cdef Caller* caller = turn.caller
-    if caller.flags & FLAG_NO_RESULT and turn.unit + 1 < caller.value.entry.n_units:
-        give_back(caller.value.entry, &caller.buffers[turn.unit])
+    cdef MemberState* member = turn.member
+    if member.flags & FLAG_NO_RESULT and turn.unit + 1 < member.value.entry.n_units:
+        give_back(member.value.entry, &member.buffers[turn.unit])
     else:
         send_answer(turn)
 
@@ -137,15 +138,15 @@ cdef void release_unit(Value* value, uint32_t unit) noexcept nogil:
     """Answer members within the staleness bound; called only by the thread that works on turns."""
     cdef uint64_t farthest = farthest_version(value, unit)
     cdef uint32_t index
-    cdef Caller* caller
-    for index in range(value.entry.cast.n_members):
-        caller = &value.callers[index]
-        if caller.n_answered != unit or caller.n_taken <= unit:
+    cdef MemberState* member
+    for index in range(value.entry.roster.n_members):
+        member = &value.members[index]
+        if member.n_answered != unit or member.n_taken <= unit:
             continue
-        if caller.version <= farthest or is_gone(value.entry, index):
-            caller.n_answered += 1
-            answer_unit(&caller.turns[unit])
-            fps_add32(&caller.in_flight, -1)
+        if member.version <= farthest or is_gone(value.entry, index):
+            member.n_answered += 1
+            answer_unit(&member.turns[unit])
+            fps_add32(&member.in_flight, -1)
 
 
 cdef void release_all(Value* value) noexcept nogil:
@@ -155,16 +156,16 @@ cdef void release_all(Value* value) noexcept nogil:
             release_unit(value, unit)
 
 
-cdef void fail_caller(Caller* caller, int status) noexcept nogil:
-    cdef Entry* entry = caller.value.entry
-    if not (caller.is_open or caller.is_waiting or caller.n_answered < caller.n_taken):
+cdef void fail_member(MemberState* member, int status) noexcept nogil:
+    cdef Entry* entry = member.value.entry
+    if not (member.is_open or member.is_waiting or member.n_answered < member.n_taken):
         return
-    send_error(caller, status)
-    caller.is_waiting = False
-    while caller.n_answered < caller.n_taken:
-        give_back(entry, &caller.buffers[caller.n_answered])
-        caller.n_answered += 1
-        fps_add32(&caller.in_flight, -1)
+    send_error(member, status)
+    member.is_waiting = False
+    while member.n_answered < member.n_taken:
+        give_back(entry, &member.buffers[member.n_answered])
+        member.n_answered += 1
+        fps_add32(&member.in_flight, -1)
 
 
 cdef int count_seed(Value* value) noexcept nogil:

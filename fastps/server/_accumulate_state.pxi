@@ -35,7 +35,10 @@
 cdef struct Value
 cdef struct Turn
 
-cdef struct Caller:             # one member; entry.lock unless said otherwise
+# The operation that one member has in flight on an asynchronous key, and what the key keeps of the
+# member between operations. A Value owns one per member of the roster. It changes under
+# entry.lock; buffers, backups and `kept` belong to the thread that works on turns.
+cdef struct MemberState:
     Value* value
     uint32_t index
     uint32_t version            # of its operation; 0: it had none
@@ -65,7 +68,7 @@ cdef struct Caller:             # one member; entry.lock unless said otherwise
 
 cdef struct Turn:               # what waits to be added, or to be answered
     Turn* next                  # entry.lock
-    Caller* caller
+    MemberState* member
     uint32_t unit
     SendItem answer
 
@@ -80,7 +83,7 @@ cdef struct Value:              # one block with its arrays, made at the first u
     uint32_t stamp              # changes that all units have seen since; entry.lock
     char** sums                 # per unit: a loan for as long as the entry lives
     char** squares              # per unit: means of the squares of gradients, where they count
-    Caller* callers             # one per member
+    MemberState* members        # one per member
     bint is_open                # somebody takes part in the round that is gathered; entry.lock
     bint is_over                # its deadline is over; entry.lock
     int64_t due                 # when that will be; 0: never, or it is; entry.lock
@@ -92,9 +95,9 @@ cdef enum:
     ANY_STALENESS = 0x7FFFFFFF      # that of contract/contract.py: nobody waits for anybody
     MAX_SETTLERS = 256              # of contract/contract.py: their table lies on the stack
     JOIN = 0x7FFFFFFF           # of contract.py: the stamp after the one that was seen last
-    ASIDE = 0x80000000          # in Caller.wanted: what the outer optimizer keeps is wanted
+    ASIDE = 0x80000000          # in MemberState.wanted: what the outer optimizer keeps is wanted
     PLAIN = 0                   # of contract.Step
     NESTEROV = 1
     ADAM = 2
-    MISSED = 0                  # of Store.absences
-    LATE = 1
+    MISSED_ROUNDS = 0           # index in Store.absences: rounds that ended without the member,
+    LATE_UPDATES = 1            # and updates that came after their round had ended

@@ -44,8 +44,8 @@ cdef int fill_tensor(ServerStore store, Tensor* tensor, Entry* model, uint64_t t
     unit_bytes: 0 for a partition.
     """
     cdef Entry* entry
-    for (index, nbytes, _), cast in places:
-        model.cast = <Cast*><uintptr_t>cast
+    for (index, nbytes, _), roster in places:
+        model.roster = <Roster*><uintptr_t>roster
         model.key = tensor_id << KEY_BITS | <uint64_t>index
         model.rule_state = <void*><uintptr_t>(states[index].state if states else 0)
         if coders:

@@ -4,8 +4,8 @@
 # The update that a contributor pushes is kept until a round ends. A round ends when all present
 # contributors take part, or at its deadline, counted from the first of them. Then the rule
 # combines the kept updates, the outer optimizer moves the value by the result, and all that took
-# part are answered with the value. A push is late if its round has ended: the value has changed
-# since the member's last answer. It is answered at once, and its update goes into the next round,
+# part are answered with the value. A *late update* is one whose round has ended: the value has
+# changed since the member's last answer. It is answered at once and goes into the next round,
 # added to what the member pushes for that. So each update counts once, a member has one vote in a
 # round, and no member waits for a straggler longer than the deadline. A pull for JOIN, the next
 # stamp, takes part without an update; a round without any update only raises the stamp. The
@@ -26,29 +26,29 @@ cdef inline int n_moments(Entry* entry) noexcept nogil:
     return entry.gathering.step
 
 
-cdef bint takes_part(Caller* caller, const Header* header) noexcept nogil:
+cdef bint takes_part(MemberState* member, const Header* header) noexcept nogil:
     """Note the rate of an operation; False: the member may not send it. entry.lock is held."""
     cdef bint is_push = header.kind == KIND_PUSH
     cdef float rate = rate_of(header) if is_push else 0
-    caller.rate = rate
+    member.rate = rate
     if header.flags & FLAG_BROADCAST or not -1 <= rate < 1e38:
         return False
-    return rate == 0 or caller.index == 0
+    return rate == 0 or member.index == 0
 
 
 # ---------------------------------------------------------------- the value, from contributor 0
 
 cdef void give_back_updates(Value* value) noexcept nogil:
     cdef uint32_t index
-    for index in range(value.entry.cast.n_contributors):
-        give_back(value.entry, &value.callers[index].kept)
+    for index in range(value.entry.roster.n_contributors):
+        give_back(value.entry, &value.members[index].kept)
     give_back(value.entry, &value.moments[0])
     give_back(value.entry, &value.moments[1])
 
 
-cdef int seed(Caller* caller) noexcept nogil:
+cdef int seed(MemberState* member) noexcept nogil:
     """Make what was pushed the value, or a moment of the outer optimizer."""
-    cdef Value* value = caller.value
+    cdef Value* value = member.value
     cdef Entry* entry = value.entry
     cdef char** place = &value.sums[0]
     if value.seeds_left:
@@ -56,13 +56,13 @@ cdef int seed(Caller* caller) noexcept nogil:
         value.seeds_left -= 1
     else:
         give_back_updates(value)
-        value.steps = <int64_t>caller.rate - 1 if caller.rate > 0 else 0
-        value.seeds_left = n_moments(entry) if caller.rate > 0 else 0
+        value.steps = <int64_t>member.rate - 1 if member.rate > 0 else 0
+        value.seeds_left = n_moments(entry) if member.rate > 0 else 0
     if place[0] == NULL:
         place[0] = lend(entry, entry.nbytes)
     if place[0] == NULL:
         return E_NOMEM
-    memcpy(place[0], caller.buffers[0], entry.nbytes)
+    memcpy(place[0], member.buffers[0], entry.nbytes)
     if value.seeds_left == 0 and value.n_seeded == 0:
         return count_seed(value)
     return OK
@@ -76,69 +76,74 @@ cdef void add_all(Real* total, const Real* x, uint32_t count) noexcept nogil:
         total[i] = total[i] + x[i]
 
 
-cdef int keep(Caller* caller) noexcept nogil:
+cdef int keep(MemberState* member) noexcept nogil:
     """Add a push to the kept update of its member; its buffer carries the answer."""
-    cdef Entry* entry = caller.value.entry
+    cdef Entry* entry = member.value.entry
     cdef uint32_t count = entry.nbytes / entry.itemsize
     cdef char* fresh
-    if caller.kept == NULL:
+    if member.kept == NULL:
         fresh = lend(entry, entry.nbytes)
         if fresh == NULL:
             return E_NOMEM
-        caller.kept = caller.buffers[0]
-        caller.buffers[0] = fresh
+        member.kept = member.buffers[0]
+        member.buffers[0] = fresh
     elif entry.itemsize == sizeof(float):
-        add_all(<float*>caller.kept, <const float*>caller.buffers[0], count)
+        add_all(<float*>member.kept, <const float*>member.buffers[0], count)
     else:
-        add_all(<double*>caller.kept, <const double*>caller.buffers[0], count)
+        add_all(<double*>member.kept, <const double*>member.buffers[0], count)
     return OK
 
 
-cdef int take_update(Caller* caller) noexcept nogil:
+cdef inline bint is_late_update(MemberState* member) noexcept nogil:
+    """Return whether the round ended for which a member pushed an update."""
+    return member.seen != member.value.stamp
+
+
+cdef int take_update(MemberState* member) noexcept nogil:
     """Keep a push that landed, or seed the value; E_PROTOCOL before there is a value."""
     cdef int status
-    if caller.rate:
-        return seed(caller)
-    status = keep(caller) if caller.value.n_seeded else E_PROTOCOL
-    if status == OK and is_coded(caller) and caller.seen != caller.value.stamp:
-        status = pack(caller, caller.value.stamp)       # it is late, and answered at once
+    if member.rate:
+        return seed(member)
+    status = keep(member) if member.value.n_seeded else E_PROTOCOL
+    if status == OK and is_coded(member) and is_late_update(member):
+        status = pack(member, member.value.stamp)       # for the answer that leaves at once
     return status
 
 
 cdef void end_gathered(Turn* turn) noexcept nogil:
-    """Answer a push at once if it is late or gave the value; else the round may end."""
-    cdef Caller* caller = turn.caller
-    cdef Value* value = caller.value
+    """Answer a late update or a seed at once; any other push takes part in the open round."""
+    cdef MemberState* member = turn.member
+    cdef Value* value = member.value
     cdef Entry* entry = value.entry
     pthread_mutex_lock(&entry.lock)
-    caller.clock = caller.version
-    if caller.status != OK:
-        give_back(entry, &caller.buffers[0])
-    elif caller.rate:
+    member.clock = member.version
+    if member.status != OK:
+        give_back(entry, &member.buffers[0])
+    elif member.rate:
         answer_unit(turn)
-    elif caller.seen != value.stamp:
-        count_absence(caller, LATE)
+    elif is_late_update(member):
+        count_absence(member, LATE_UPDATES)
         answer_unit(turn)
     else:
-        fps_add32(&caller.in_flight, 1)
-        caller.n_taken = 1
+        fps_add32(&member.in_flight, 1)
+        member.n_taken = 1
         value.is_moved = True
     pthread_mutex_unlock(&entry.lock)
 
 
-cdef inline void count_absence(Caller* caller, int which) noexcept nogil:
+cdef inline void count_absence(MemberState* member, int which) noexcept nogil:
     """Count a round without a member, or its late update, of a tensor at its first piece."""
-    cdef Entry* entry = caller.value.entry
+    cdef Entry* entry = member.value.entry
     if not entry.key & ((1 << KEY_BITS) - 1):
-        fps_add64(&entry.store.absences[2 * entry.cast.senders[caller.index] + which], 1)
+        fps_add64(&entry.store.absences[2 * entry.roster.senders[member.index] + which], 1)
 
 
 # ---------------------------------------------------------------- the end of a round
 
-cdef inline bint is_present(Caller* caller) noexcept nogil:
+cdef inline bint is_present(MemberState* member) noexcept nogil:
     """Return whether a member takes part in the round; entry.lock is held."""
-    return caller.n_answered < caller.n_taken or (
-        caller.is_waiting and caller.wanted == caller.value.stamp + 1)
+    return member.n_answered < member.n_taken or (
+        member.is_waiting and member.wanted == member.value.stamp + 1)
 
 
 cdef void open_round(Value* value) noexcept nogil:
@@ -155,11 +160,11 @@ cdef bint may_end(Value* value) noexcept nogil:
     """Return whether a round ends now; entry.lock is held."""
     cdef Entry* entry = value.entry
     cdef uint32_t index, n_present = 0, n_missing = 0, n_kept = 0
-    cdef Caller* caller
-    for index in range(entry.cast.n_contributors):
-        caller = &value.callers[index]
-        n_kept += caller.kept != NULL
-        if is_present(caller):
+    cdef MemberState* member
+    for index in range(entry.roster.n_contributors):
+        member = &value.members[index]
+        n_kept += member.kept != NULL
+        if is_present(member):
             n_present += 1
         elif not is_gone(entry, index):
             n_missing += 1
@@ -172,7 +177,7 @@ cdef bint may_end(Value* value) noexcept nogil:
 
 
 cdef int combine_kept(Value* value, char* made) noexcept nogil:
-    """Combine all kept updates by the rule, in the order of the cast, and return their buffers."""
+    """Combine kept updates by the rule, in the roster's order, and give back their buffers."""
     cdef const void* sources[MAX_SETTLERS]
     cdef uint32_t who[MAX_SETTLERS]
     cdef uint8_t refused[MAX_SETTLERS]
@@ -180,9 +185,9 @@ cdef int combine_kept(Value* value, char* made) noexcept nogil:
     cdef RuleArgs args
     cdef uint32_t index
     cdef int64_t status, n = 0
-    for index in range(entry.cast.n_contributors):
-        if value.callers[index].kept != NULL:
-            sources[n] = value.callers[index].kept
+    for index in range(entry.roster.n_contributors):
+        if value.members[index].kept != NULL:
+            sources[n] = value.members[index].kept
             who[n] = index
             n += 1
     memset(&args, 0, sizeof(args))
@@ -194,7 +199,7 @@ cdef int combine_kept(Value* value, char* made) noexcept nogil:
     for index in range(n):
         if refused[index]:
             count_refusal(entry, who[index])
-        give_back(entry, &value.callers[who[index]].kept)
+        give_back(entry, &value.members[who[index]].kept)
     return OK
 
 
@@ -227,8 +232,8 @@ cdef int move(Value* value) noexcept nogil:
 
 cdef bint has_kept(Value* value) noexcept nogil:
     cdef uint32_t index
-    for index in range(value.entry.cast.n_contributors):
-        if value.callers[index].kept != NULL:
+    for index in range(value.entry.roster.n_contributors):
+        if value.members[index].kept != NULL:
             return True
     return False
 
@@ -236,9 +241,9 @@ cdef bint has_kept(Value* value) noexcept nogil:
 cdef void count_missing(Value* value) noexcept nogil:
     """Count the round for each member that missed it; entry.lock is held."""
     cdef uint32_t index
-    for index in range(value.entry.cast.n_contributors):
-        if not is_present(&value.callers[index]) and not is_gone(value.entry, index):
-            count_absence(&value.callers[index], MISSED)
+    for index in range(value.entry.roster.n_contributors):
+        if not is_present(&value.members[index]) and not is_gone(value.entry, index):
+            count_absence(&value.members[index], MISSED_ROUNDS)
             ring_news(value.entry.store)
 
 
@@ -249,22 +254,22 @@ cdef void pack_all(Value* value) noexcept nogil:
     """
     cdef Entry* entry = value.entry
     cdef uint32_t index
-    cdef Caller* caller
+    cdef MemberState* member
     cdef bint is_answered
-    for index in range(entry.cast.n_contributors):
-        caller = &value.callers[index]
+    for index in range(entry.roster.n_contributors):
+        member = &value.members[index]
         pthread_mutex_lock(&entry.lock)
-        is_answered = caller.n_answered < caller.n_taken and is_coded(caller)
+        is_answered = member.n_answered < member.n_taken and is_coded(member)
         pthread_mutex_unlock(&entry.lock)
         if is_answered:
-            pack(caller, value.stamp + 1)
+            pack(member, value.stamp + 1)
 
 
 cdef void end_round(Value* value) noexcept nogil:
     """Move the value and answer all that took part; called by the thread that works on turns."""
     cdef Entry* entry = value.entry
     cdef uint32_t index
-    cdef Caller* caller
+    cdef MemberState* member
     cdef fps_floats before
     cdef int status
     fps_floats_enter(&before)
@@ -278,14 +283,14 @@ cdef void end_round(Value* value) noexcept nogil:
     value.due = 0
     if status == OK:
         value.stamp += 1
-    for index in range(entry.cast.n_contributors):
-        caller = &value.callers[index]
-        if status != OK or lacks_answer(caller):
-            fail_caller(caller, status if status != OK else E_NOMEM)
-        elif caller.n_answered < caller.n_taken:
-            caller.n_answered += 1
-            answer_unit(&caller.turns[0])
-            fps_add32(&caller.in_flight, -1)
+    for index in range(entry.roster.n_contributors):
+        member = &value.members[index]
+        if status != OK or lacks_answer(member):
+            fail_member(member, status if status != OK else E_NOMEM)
+        elif member.n_answered < member.n_taken:
+            member.n_answered += 1
+            answer_unit(&member.turns[0])
+            fps_add32(&member.in_flight, -1)
     wake_waiting(value)
     pthread_mutex_unlock(&entry.lock)
 

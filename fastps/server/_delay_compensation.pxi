@@ -25,8 +25,8 @@ ctypedef fused Real:
     double
 
 
-cdef inline bint is_delayed(Caller* caller) noexcept nogil:
-    return caller.rate > 0 and caller.has_backup
+cdef inline bint is_delayed(MemberState* member) noexcept nogil:
+    return member.rate > 0 and member.has_backup
 
 
 cdef inline float rate_of(const Header* header) noexcept nogil:
@@ -47,29 +47,29 @@ cdef int lend_all(Entry* entry, char** places) noexcept nogil:
     return OK
 
 
-cdef int prepare(Caller* caller, const Header* header) noexcept nogil:
+cdef int prepare(MemberState* member, const Header* header) noexcept nogil:
     """Note the learning rate of a new operation, and lend its backups; entry.lock is held."""
-    cdef Entry* entry = caller.value.entry
+    cdef Entry* entry = member.value.entry
     cdef bint is_push = header.kind == KIND_PUSH and not header.flags & FLAG_BROADCAST
     cdef float rate = rate_of(header) if is_push else 0
     cdef int status
     if not 0 <= rate < 1e38:        # NaN is neither
         return E_PROTOCOL
-    caller.rate = rate
-    if caller.index >= entry.cast.n_contributors:
+    member.rate = rate
+    if member.index >= entry.roster.n_contributors:
         return OK
-    caller.has_backup = caller.version != entry.born
-    status = lend_all(entry, caller.backups)
+    member.has_backup = member.version != entry.born
+    status = lend_all(entry, member.backups)
     if status == OK and entry.compensation.is_adaptive:
-        status = lend_all(entry, caller.value.squares)
+        status = lend_all(entry, member.value.squares)
     return status
 
 
-cdef void keep_backup(Caller* caller, uint32_t unit) noexcept nogil:
+cdef void keep_backup(MemberState* member, uint32_t unit) noexcept nogil:
     """Keep a copy of the value as the backup of a member that has it now."""
-    cdef Entry* entry = caller.value.entry
-    if caller.backups[unit] != NULL:
-        memcpy(caller.backups[unit], caller.value.sums[unit], unit_length(entry, unit))
+    cdef Entry* entry = member.value.entry
+    if member.backups[unit] != NULL:
+        memcpy(member.backups[unit], member.value.sums[unit], unit_length(entry, unit))
 
 
 cdef void add_delayed(Real* w, const Real* d, const Real* w_bak, uint32_t count,
@@ -102,22 +102,22 @@ cdef void add_adapting(Real* w, const Real* d, const Real* w_bak, Real* square, 
         w[i] = w[i] + d[i] - factor * d[i] * d[i] * (w[i] - w_bak[i])
 
 
-cdef void compensate_as(Caller* caller, uint32_t unit, Real* w) noexcept nogil:
-    cdef Entry* entry = caller.value.entry
+cdef void compensate_as(MemberState* member, uint32_t unit, Real* w) noexcept nogil:
+    cdef Entry* entry = member.value.entry
     cdef Compensation* how = &entry.compensation
     cdef uint32_t count = unit_length(entry, unit) / sizeof(Real)
-    cdef const Real* d = <const Real*>caller.buffers[unit]
-    cdef const Real* w_bak = <const Real*>caller.backups[unit]
+    cdef const Real* d = <const Real*>member.buffers[unit]
+    cdef const Real* w_bak = <const Real*>member.backups[unit]
     if how.is_adaptive:
-        add_adapting(w, d, w_bak, <Real*>caller.value.squares[unit], count, <Real>caller.rate,
+        add_adapting(w, d, w_bak, <Real*>member.value.squares[unit], count, <Real>member.rate,
                      <Real>how.strength, <Real>how.decay)
     else:
-        add_delayed(w, d, w_bak, count, <Real>(how.strength / caller.rate))
+        add_delayed(w, d, w_bak, count, <Real>(how.strength / member.rate))
 
 
-cdef void compensate(Caller* caller, uint32_t unit) noexcept nogil:
+cdef void compensate(MemberState* member, uint32_t unit) noexcept nogil:
     """Add what a member pushed of a unit, as if it had known the value."""
-    if caller.value.entry.itemsize == sizeof(float):
-        compensate_as(caller, unit, <float*>caller.value.sums[unit])
+    if member.value.entry.itemsize == sizeof(float):
+        compensate_as(member, unit, <float*>member.value.sums[unit])
     else:
-        compensate_as(caller, unit, <double*>caller.value.sums[unit])
+        compensate_as(member, unit, <double*>member.value.sums[unit])

@@ -3,7 +3,7 @@
 #
 # A push is decoded when it has landed. The worker adds what its codec lost to its next push (error
 # feedback). An answer is the encoded difference between the value and the member's copy of it; the
-# member adds it to that copy, as the server does to its own copy of it (Caller.backups). The next
+# member adds it to that copy, as the server does to its own one (MemberState.backups). The next
 # difference contains what the codec lost of an answer, so answers need no residual; after a long
 # absence the difference is larger, and nothing is lost. Members that were answered for the same
 # rounds have the same bits, since the stamp seeds the codec's random numbers.
@@ -14,19 +14,19 @@
 # Memory, while the entry lives: a copy of the value for each contributor. Called by the thread
 # that works on turns, not under entry.lock; units are whole partitions.
 
-cdef inline bint is_coded(Caller* caller) noexcept nogil:
-    return caller.value.entry.code != NULL and not caller.flags & FLAG_PLAIN
+cdef inline bint is_coded(MemberState* member) noexcept nogil:
+    return member.value.entry.code != NULL and not member.flags & FLAG_PLAIN
 
 
-cdef inline bint is_aside(Caller* caller) noexcept nogil:
+cdef inline bint is_aside(MemberState* member) noexcept nogil:
     """Return whether a member reads a moment of the outer optimizer instead of the value."""
-    return (caller.value.entry.gathers and caller.kind == KIND_PULL
-            and caller.wanted >= ASIDE)
+    return (member.value.entry.gathers and member.kind == KIND_PULL
+            and member.wanted >= ASIDE)
 
 
-cdef int unpack(Caller* caller) noexcept nogil:
+cdef int unpack(MemberState* member) noexcept nogil:
     """Decode a push that landed, into a fresh buffer."""
-    cdef Entry* entry = caller.value.entry
+    cdef Entry* entry = member.value.entry
     cdef Code* code = <Code*>entry.code
     cdef char* plain = lend(entry, entry.nbytes)
     cdef char* scratch = lend(entry, code.scratch_bytes)
@@ -36,11 +36,11 @@ cdef int unpack(Caller* caller) noexcept nogil:
         give_back(entry, &scratch)
         return E_NOMEM
     for unit in range(code.n_units):
-        code_decode(code, unit, caller.version, caller.buffers[0] + unit * code.unit_bytes, plain,
+        code_decode(code, unit, member.version, member.buffers[0] + unit * code.unit_bytes, plain,
                     scratch)
     give_back(entry, &scratch)
-    give_back(entry, &caller.buffers[0])
-    caller.buffers[0] = plain
+    give_back(entry, &member.buffers[0])
+    member.buffers[0] = plain
     return OK
 
 
@@ -51,13 +51,13 @@ cdef void subtract_all(Real* difference, const Real* x, const Real* y,
         difference[i] = x[i] - y[i]
 
 
-cdef void encode_difference(Caller* caller, uint32_t stamp, char* difference, char* packed,
+cdef void encode_difference(MemberState* member, uint32_t stamp, char* difference, char* packed,
                             char* scratch) noexcept nogil:
-    cdef Entry* entry = caller.value.entry
+    cdef Entry* entry = member.value.entry
     cdef Code* code = <Code*>entry.code
     cdef fps_floats before
-    cdef const char* value = caller.value.sums[0]
-    cdef char* theirs = caller.backups[0]
+    cdef const char* value = member.value.sums[0]
+    cdef char* theirs = member.backups[0]
     cdef uint32_t unit, count = entry.nbytes / entry.itemsize
     fps_floats_enter(&before)
     if entry.itemsize == sizeof(float):
@@ -70,31 +70,31 @@ cdef void encode_difference(Caller* caller, uint32_t stamp, char* difference, ch
     fps_floats_leave(&before)
 
 
-cdef int pack(Caller* caller, uint32_t stamp) noexcept nogil:
+cdef int pack(MemberState* member, uint32_t stamp) noexcept nogil:
     """Encode the answer of a member, with the stamp that it will have."""
-    cdef Entry* entry = caller.value.entry
+    cdef Entry* entry = member.value.entry
     cdef char* difference = lend(entry, entry.nbytes)
     cdef char* scratch = lend(entry, (<Code*>entry.code).scratch_bytes)
-    if caller.packed == NULL:
-        caller.packed = lend(entry, entry.coded_bytes)
-    if difference != NULL and scratch != NULL and caller.packed != NULL:
-        encode_difference(caller, stamp, difference, caller.packed, scratch)
+    if member.packed == NULL:
+        member.packed = lend(entry, entry.coded_bytes)
+    if difference != NULL and scratch != NULL and member.packed != NULL:
+        encode_difference(member, stamp, difference, member.packed, scratch)
     else:
-        give_back(entry, &caller.packed)
+        give_back(entry, &member.packed)
     give_back(entry, &difference)
     give_back(entry, &scratch)
-    return OK if caller.packed != NULL else E_NOMEM
+    return OK if member.packed != NULL else E_NOMEM
 
 
-cdef inline bint lacks_answer(Caller* caller) noexcept nogil:
+cdef inline bint lacks_answer(MemberState* member) noexcept nogil:
     """Return whether there was no memory to encode the answer that a member waits for."""
-    return is_coded(caller) and caller.n_answered < caller.n_taken and caller.packed == NULL
+    return is_coded(member) and member.n_answered < member.n_taken and member.packed == NULL
 
 
-cdef void put_packed(Caller* caller, SendItem* item) noexcept nogil:
+cdef void put_packed(MemberState* member, SendItem* item) noexcept nogil:
     """Replace the pushed bytes of a buffer by the encoded answer."""
-    cdef Entry* entry = caller.value.entry
-    give_back(entry, &caller.buffers[0])
-    caller.buffers[0], caller.packed = caller.packed, NULL
-    item.nbytes = entry.coded_bytes if caller.buffers[0] != NULL else 0
-    caller.seen = caller.value.stamp
+    cdef Entry* entry = member.value.entry
+    give_back(entry, &member.buffers[0])
+    member.buffers[0], member.packed = member.packed, NULL
+    item.nbytes = entry.coded_bytes if member.buffers[0] != NULL else 0
+    member.seen = member.value.stamp

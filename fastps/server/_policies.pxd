@@ -18,7 +18,7 @@ from fastps.transport._link cimport Link, LinkSlot
 from fastps.transport.frame cimport FLAG_PLAIN, Header
 
 cdef enum:
-    MAX_CAST = 4096             # of fastps.contract.contract
+    MAX_ROSTER = 4096           # of fastps.contract.contract
     NOBODY = 0xFFFF             # index of who takes no part
 
 cdef struct RuleArgs:           # what a rule may want besides its sources
@@ -53,11 +53,14 @@ ctypedef void (*job_fn)(Job* job) noexcept nogil
 cdef struct Job:                # work for an engine thread; first field of what a policy has
     job_fn run
 
-cdef struct Cast:               # of fastps.contract.contract, shared by entries; never changes
-    uint32_t n_members          # contributors, then those who only read
+# Which members contribute to a partition and which read its result, as a Roster of
+# fastps.contract.contract, for look-ups by index and by sender. The store owns it, entries share
+# it, and no thread changes it.
+cdef struct Roster:
+    uint32_t n_members          # contributors, then members that only read
     uint32_t n_contributors
     uint32_t quorum
-    int64_t divisor
+    int64_t divisor             # of an average
     uint32_t* senders           # by index
     bint* reads                 # by index: gets results
     uint16_t* index_of          # by sender number; NOBODY
@@ -87,7 +90,7 @@ cdef struct Policy:
 cdef struct Entry:              # one partition; fixed after declare except for state and failed
     Store* store
     const Policy* policy
-    Cast* cast
+    Roster* roster
     void* state                 # the policy's; entry.lock
     rule_fn rule
     rule_fn look                # gets each unit, in order, before any is made; dst NULL; or NULL
@@ -156,7 +159,7 @@ cdef struct Store:
     StoreStats stats            # atomic adds
     int64_t* refused            # by sender: updates that rules refused; atomic
     int64_t* refused_key        # by sender: of the first of them
-    int64_t* absences           # by sender, two each: rounds without it, and late updates; or NULL
+    int64_t* absences           # by sender, two each: MISSED_ROUNDS and LATE_UPDATES; or NULL
 
 
 cdef inline uint32_t length_at(Entry* entry, uint32_t offset, uint32_t most) noexcept nogil:
@@ -176,16 +179,16 @@ cdef inline uint32_t bytes_of(Entry* entry, const Header* header) noexcept nogil
 
 cdef inline LinkSlot* slot_of(Entry* entry, uint32_t index) noexcept nogil:
     return &entry.store.links[
-        entry.cast.senders[index] * entry.store.lanes + entry.lane].slot
+        entry.roster.senders[index] * entry.store.lanes + entry.lane].slot
 
 
 cdef inline bint is_gone(Entry* entry, uint32_t index) noexcept nogil:
-    return fps_load32(&entry.store.gone[entry.cast.senders[index]]) != 0
+    return fps_load32(&entry.store.gone[entry.roster.senders[index]]) != 0
 
 
 cdef inline bint has_links(Entry* entry, uint32_t index) noexcept nogil:
     """Return whether bytes of a member may still be landing."""
-    return fps_load32(&entry.store.links_open[entry.cast.senders[index]]) > 0
+    return fps_load32(&entry.store.links_open[entry.roster.senders[index]]) > 0
 
 
 cdef inline char* lend(Entry* entry, uint64_t nbytes) noexcept nogil:
@@ -216,7 +219,7 @@ cdef inline void ring_news(Store* store) noexcept nogil:
 
 cdef inline void count_refusal(Entry* entry, uint32_t index) noexcept nogil:
     """Count an update that a rule refused; the first of a member wakes wait_news()."""
-    cdef uint32_t sender = entry.cast.senders[index]
+    cdef uint32_t sender = entry.roster.senders[index]
     if fps_add64(&entry.store.refused[sender], 1) == 1:
         entry.store.refused_key[sender] = <int64_t>entry.key
         ring_news(entry.store)

@@ -3,20 +3,21 @@
 
 # ---------------------------------------------------------------- buffers
 
-cdef inline void give_back_part(Round* round, Contribution* part, uint32_t unit) noexcept nogil:
+cdef inline void give_back_contribution(Round* round, Contribution* contribution,
+                                        uint32_t unit) noexcept nogil:
     """Return one contribution's buffer, unless it is kept."""
-    if part.lasting != NULL and part.buffers[unit] == part.lasting[unit]:
-        part.buffers[unit] = NULL
+    if contribution.lasting != NULL and contribution.buffers[unit] == contribution.lasting[unit]:
+        contribution.buffers[unit] = NULL
     else:
-        give_back(round.sum.entry, &part.buffers[unit])
+        give_back(round.pair.entry, &contribution.buffers[unit])
 
 
 cdef inline bint is_lasting(Round* round, uint32_t unit, const char* buffer) noexcept nogil:
     cdef uint32_t index
-    if round.parts[0].lasting == NULL:
+    if round.contributions[0].lasting == NULL:
         return False
-    for index in range(round.sum.entry.cast.n_members):
-        if round.parts[index].lasting[unit] == buffer:
+    for index in range(round.pair.entry.roster.n_members):
+        if round.contributions[index].lasting[unit] == buffer:
             return True
     return False
 
@@ -26,13 +27,13 @@ cdef inline bint is_lasting(Round* round, uint32_t unit, const char* buffer) noe
 cdef void round_error_sent(SendItem* item, int status) noexcept nogil:
     """Mark an error as returned; the entry may be forgotten right after that."""
     cdef Error* error = <Error*>item.context
-    cdef Sum* sum = error.sum
+    cdef RoundPair* pair = error.pair
     if fps_cas32(&error.lent, LENT_OUT, LENT_NOT):
         return
-    pthread_mutex_lock(&sum.entry.lock)
+    pthread_mutex_lock(&pair.entry.lock)
     fps_store32(&error.lent, LENT_NOT)
-    pay_errors(sum)
-    pthread_mutex_unlock(&sum.entry.lock)
+    pay_errors(pair)
+    pthread_mutex_unlock(&pair.entry.lock)
 
 
 cdef inline bint is_out(Error* error) noexcept nogil:
@@ -41,15 +42,15 @@ cdef inline bint is_out(Error* error) noexcept nogil:
             or fps_load32(&error.lent) == LENT_AWAITED)
 
 
-cdef bint has_results_out(Sum* sum) noexcept nogil:
+cdef bint has_results_out(RoundPair* pair) noexcept nogil:
     """Return whether results are lent or being made; if so, the last one sends the errors."""
     cdef bint is_any = False
     cdef int i
     for i in range(2):
-        if fps_or32(&sum.rounds[i].in_flight, OWES):
+        if fps_or32(&pair.rounds[i].in_flight, OWES):
             is_any = True
         else:
-            fps_and32(&sum.rounds[i].in_flight, ~OWES)      # nobody is there to pay
+            fps_and32(&pair.rounds[i].in_flight, ~OWES)      # nobody is there to pay
     return is_any
 
 
@@ -83,34 +84,34 @@ cdef bint is_held_back(Error* error, uint32_t index) noexcept nogil:
     last error must be back from the link: a peer that does not read gets one and no more.
     """
     cdef Round* round = error.round
-    if error.sum.is_promised and has_results_out(error.sum):
+    if error.pair.is_promised and has_results_out(error.pair):
         return True
-    if round.parts[index].is_lent and fps_load32(&round.summing):
+    if round.contributions[index].is_lent and fps_load32(&round.summing):
         return True
     return is_out(error)
 
 
-cdef void pay_errors(Sum* sum) noexcept nogil:
+cdef void pay_errors(RoundPair* pair) noexcept nogil:
     """Send the errors that nothing holds back any more; entry.lock is held. Never waits."""
     cdef Error* error
     cdef uint32_t index
-    if sum.n_owed == 0:
+    if pair.n_owed == 0:
         return
-    for index in range(sum.entry.cast.n_members):
-        error = &sum.errors[index]
+    for index in range(pair.entry.roster.n_members):
+        error = &pair.errors[index]
         if error.round != NULL and not is_held_back(error, index):
-            sum.n_owed -= 1
-            pay_error(error, sum.entry, index)
+            pair.n_owed -= 1
+            pay_error(error, pair.entry, index)
 
 
-cdef bint make_errors(Sum* sum) noexcept nogil:
-    cdef uint32_t index, n = sum.entry.cast.n_members
-    if sum.errors == NULL:
-        sum.errors = <Error*>calloc(n, sizeof(Error))
-        if sum.errors == NULL:
+cdef bint make_errors(RoundPair* pair) noexcept nogil:
+    cdef uint32_t index, n = pair.entry.roster.n_members
+    if pair.errors == NULL:
+        pair.errors = <Error*>calloc(n, sizeof(Error))
+        if pair.errors == NULL:
             return False
         for index in range(n):
-            sum.errors[index].sum = sum
+            pair.errors[index].pair = pair
     return True
 
 
@@ -118,20 +119,20 @@ cdef void owe_error(Round* round, uint32_t index, uint32_t version,
                     Verdict* verdict) noexcept nogil:
     """Send a member the error of a version, now or when it may leave; entry.lock is held."""
     cdef Error* error
-    if not make_errors(round.sum):
+    if not make_errors(round.pair):
         return          # without memory for an error it has to find out by its timeout
-    error = &round.sum.errors[index]
-    round.sum.n_owed += error.round == NULL
+    error = &round.pair.errors[index]
+    round.pair.n_owed += error.round == NULL
     error.round = round
     error.verdict = verdict[0]
     error.version = version
-    pay_errors(round.sum)
+    pay_errors(round.pair)
 
 
 cdef inline void pay_as_last(Round* round) noexcept nogil:
     """Send the errors that waited for the count to become 0; entry.lock is held."""
     fps_and32(&round.in_flight, ~OWES)
-    pay_errors(round.sum)
+    pay_errors(round.pair)
 
 
 cdef void let_go(Round* round) noexcept nogil:
@@ -139,7 +140,7 @@ cdef void let_go(Round* round) noexcept nogil:
 
     When nothing waits the count is the last that is touched: the entry may be forgotten then.
     """
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     if fps_add32(&round.in_flight, -1) == OWES:
         pthread_mutex_lock(&entry.lock)
         pay_as_last(round)
@@ -153,12 +154,12 @@ cdef void unit_sent(Round* round, uint32_t unit) noexcept nogil:
     if fps_add32(&round.unsent[unit], -1) == 0:
         if is_lasting(round, unit, round.sums[unit]):
             round.sums[unit] = NULL
-        give_back(round.sum.entry, &round.sums[unit])
+        give_back(round.pair.entry, &round.sums[unit])
 
 
 cdef void trace_result(Round* round, SendItem* item) noexcept nogil:
-    cdef Entry* entry = round.sum.entry
-    cdef uint32_t reader = entry.cast.senders[(item - round.results) / entry.n_units]
+    cdef Entry* entry = round.pair.entry
+    cdef uint32_t reader = entry.roster.senders[(item - round.results) / entry.n_units]
     trace_span(SPAN_RESULT, entry.key, round.version, reader, item.nbytes, item.queued, now_ns())
 
 
@@ -166,7 +167,7 @@ cdef void result_sent(SendItem* item, int status) noexcept nogil:
     cdef Round* round = <Round*>item.context
     if status == OK and is_traced(round.version):
         trace_result(round, item)
-    unit_sent(round, <uint32_t>((item - round.results) % round.sum.entry.n_units))
+    unit_sent(round, <uint32_t>((item - round.results) % round.pair.entry.n_units))
     let_go(round)
 
 
@@ -176,9 +177,9 @@ cdef void send_result(Round* round, uint32_t index, uint32_t unit, uint32_t leng
 
     For a member that is gone it counts as sent.
     """
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef SendItem* item = &round.results[index * entry.n_units + unit]
-    cdef bint is_wanted = round.parts[index].wants_result
+    cdef bint is_wanted = round.contributions[index].wants_result
     cdef LinkSlot* slot = slot_of(entry, index)
     cdef Link* link = slot_acquire(slot)
     fill_header(entry, &item.header, KIND_RESULT, round.version)
@@ -203,9 +204,9 @@ cdef void send_result(Round* round, uint32_t index, uint32_t unit, uint32_t leng
 cdef void send_unit(Round* round, uint32_t unit, uint32_t length, bint is_last,
                     int kick) noexcept nogil:
     """Queue a result on the links of all readers, and acknowledgements behind the last one."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef uint32_t index
     probe_hit(PROBE_SERVER_RESULT, entry.key, round.version)
-    for index in range(entry.cast.n_members):
-        if round.parts[index].wants_result or is_last:
+    for index in range(entry.roster.n_members):
+        if round.contributions[index].wants_result or is_last:
             send_result(round, index, unit, length, kick)

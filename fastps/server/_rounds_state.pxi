@@ -7,7 +7,7 @@
 # has the states and events of a round, and the model in the tests uses the same table. A
 # contributor's frames land in a buffer that the pool lends for a unit: a frame's chunk, unless the
 # rule needs more at once. When unit u of all contributors is there, one thread sums it in the
-# order of the cast, over the buffer of the first that has one. It returns the other buffers, and
+# order of the roster, over the buffer of the first that has one. It returns the other buffers, and
 # queues the result on the links of all readers at once; no reader has to ask for it. The last link
 # that has sent the result returns its buffer. So memory holds what some have pushed and others
 # have not: at most 2 x contributors x the bytes owned, usually a few units. The buffers lent are
@@ -36,7 +36,7 @@
 #
 # A PULL joins a round without a contribution. A broadcast is a round with one contribution.
 # Readers that do not contribute always pull. A contributor that pulls in another round leaves its
-# contribution out, and fails the round unless the quorum of the cast allows for that. A member
+# contribution out, and fails the round unless the quorum of the roster allows for that. A member
 # that left fails every round that it has not contributed to, and is its culprit.
 #
 # Threads. admit and landed run on I/O threads. Sums run on the engine thread of the key; small
@@ -54,11 +54,11 @@ cpdef enum RoundEvent:
     LAST_SUM = 1                # the last unit is summed
     FAIL = 2
 
-cdef enum PartState:            # of a contribution
-    PART_ABSENT = 0             # no frame of this round came
-    PART_PUSHING = 1
-    PART_WHOLE = 2              # all bytes are here
-    PART_PULLED = 3             # gives nothing to this round
+cdef enum ContributionState:
+    ABSENT = 0                  # no frame of this round came
+    PUSHING = 1
+    WHOLE = 2                   # all bytes are here
+    PULLED = 3                  # the member joined the round without data
 
 cdef enum Lent:                 # of an error; atomic
     LENT_NOT = 0
@@ -68,15 +68,15 @@ cdef enum Lent:                 # of an error; atomic
 cdef enum:
     OWES = 1 << 30              # in in_flight: an error waits for the count to become 0
 
-cdef struct Sum
+cdef struct RoundPair
 cdef struct Round
 
-cdef struct Verdict:            # why a round failed
+cdef struct Verdict:            # the failure of a round
     int status                  # OK: it did not
     uint32_t culprit            # sender number to blame
 
 cdef struct Error:              # what one member is still to hear of; it waits for one at a time
-    Sum* sum
+    RoundPair* pair
     SendItem item
     int32_t lent                # Lent; atomic
     Round* round                # whose it is, NULL: none is owed; entry.lock
@@ -88,8 +88,10 @@ cdef struct SumJob:             # one unit whose contributions are all in
     Round* round
     uint32_t unit
 
-cdef struct Contribution:       # what one member gave to a round; entry.lock
-    int32_t state               # PartState; atomic where a rule may read it meanwhile
+# What one member contributes to one round: its data by unit, and how many bytes have landed. The
+# round owns it. I/O threads change it under entry.lock.
+cdef struct Contribution:
+    int32_t state               # ContributionState; atomic where a rule may read it meanwhile
     uint32_t cursor             # bytes landed
     uint32_t landing            # number of the unit whose bytes land just now, plus 1; else 0
     int64_t since               # while a trace is on: when its first frame came
@@ -99,8 +101,10 @@ cdef struct Contribution:       # what one member gave to a round; entry.lock
     char** lasting              # per unit: what `buffers` takes first, kept for ever; or NULL
     const char** borrowed       # per unit: memory of the pusher, in our process, or NULL
 
-cdef struct Round:              # one version of a key; entry.lock unless said otherwise
-    Sum* sum
+# One version of a key, from its first frame until its results have left. A RoundPair owns it and
+# uses it again two versions later. It changes under entry.lock unless said otherwise.
+cdef struct Round:
+    RoundPair* pair
     int state                   # RoundState; changes by step() alone
     uint32_t version
     uint8_t flags               # of the first arrival; all must agree
@@ -108,7 +112,7 @@ cdef struct Round:              # one version of a key; entry.lock unless said o
     int32_t root_rank           # whose data it is to send; so must they here
     int32_t priority            # of the first arrival; results carry it
     Verdict verdict
-    Verdict late                # of the round that was in this slot before: what laggards get
+    Verdict previous_verdict    # of the round that had this slot before: late frames get it
     uint32_t abstained          # contributors that pulled where all should push
     uint32_t units_ready        # all contributions are in
     uint32_t units_begun        # handed on to be summed
@@ -120,11 +124,14 @@ cdef struct Round:              # one version of a key; entry.lock unless said o
     int32_t* unsent             # per unit: results lent to links; the last gives the buffer back
     char** sums                 # per unit: the buffer that holds the result until it has left
     uint16_t* arrived           # contributions per unit
-    Contribution* parts         # one per member
+    Contribution* contributions     # one per member
     SendItem* results           # n_members x n_units
     SumJob* jobs                # one per unit
 
-cdef struct Sum:                # one block with its rounds' arrays, made at the first use
+# The two rounds of a key that is summed synchronously, and the errors still owed to members.
+# The entry owns it (Entry.state); I/O and engine threads change it under entry.lock. It is one
+# block with its rounds' arrays, made at the key's first use.
+cdef struct RoundPair:
     Entry* entry
     bint is_promised            # pushers may write into lasting buffers without asking
     uint32_t n_owed             # errors; entry.lock

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Part of _policies.pyx: units whose contributions are all in become results.
 
-cdef inline bint has_data(Contribution* part) noexcept nogil:
-    cdef int32_t state = fps_load32(&part.state)
-    return state == PART_PUSHING or state == PART_WHOLE
+cdef inline bint has_data(Contribution* contribution) noexcept nogil:
+    cdef int32_t state = fps_load32(&contribution.state)
+    return state == PUSHING or state == WHOLE
 
 
 cdef inline bint is_possible(Round* round, int event) noexcept nogil:
@@ -25,9 +25,9 @@ cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
         return
     round.verdict.status = status
     round.verdict.culprit = culprit
-    fps_add64(&round.sum.entry.store.stats.rounds_failed, 1)
-    for index in range(round.sum.entry.cast.n_members):
-        if round.parts[index].state != PART_ABSENT:
+    fps_add64(&round.pair.entry.store.stats.rounds_failed, 1)
+    for index in range(round.pair.entry.roster.n_members):
+        if round.contributions[index].state != ABSENT:
             owe_error(round, index, round.version, &round.verdict)
 
 
@@ -36,31 +36,31 @@ cdef void fail_round(Round* round, int status, uint32_t culprit) noexcept nogil:
 cdef bint begin_sum(Round* round) noexcept nogil:
     """Hold all contributions for a sum; False: the round failed, and lent memory may be gone."""
     cdef bint is_wanted
-    pthread_mutex_lock(&round.sum.entry.lock)
+    pthread_mutex_lock(&round.pair.entry.lock)
     is_wanted = round.state != FAILED
     if is_wanted:
         fps_add32(&round.summing, 1)
-    pthread_mutex_unlock(&round.sum.entry.lock)
+    pthread_mutex_unlock(&round.pair.entry.lock)
     return is_wanted
 
 
 cdef int64_t list_contributions(Round* round, uint32_t unit, const void** sources,
                                 int64_t* ours, uint32_t* keeper) noexcept nogil:
-    """List the contributions to a unit in the order of the cast; return their number.
+    """List the contributions to a unit in the order of the roster; return their number.
 
     ours: index of the first that lies in a buffer of the pool, and keeper: whose it is; -1: none.
     """
-    cdef Contribution* part
+    cdef Contribution* contribution
     cdef uint32_t index
     cdef int64_t n = 0
     ours[0] = -1
-    for index in range(round.sum.entry.cast.n_contributors):
-        part = &round.parts[index]
-        if not has_data(part):
+    for index in range(round.pair.entry.roster.n_contributors):
+        contribution = &round.contributions[index]
+        if not has_data(contribution):
             continue
-        sources[n] = part.borrowed[unit]
+        sources[n] = contribution.borrowed[unit]
         if sources[n] == NULL:
-            sources[n] = part.buffers[unit]
+            sources[n] = contribution.buffers[unit]
             if ours[0] < 0:
                 ours[0] = n
                 keeper[0] = index
@@ -75,10 +75,10 @@ cdef char* place_of_sum(Round* round, uint32_t unit, uint32_t length, const void
     A rule may write over the first source alone. Where our first contribution is the second, the
     two change places: a + b and b + a have the same bits.
     """
-    cdef char** kept = &round.parts[keeper].buffers[unit]
+    cdef char** kept = &round.contributions[keeper].buffers[unit]
     cdef char* place = kept[0]
     if ours < 0 or ours > 1:
-        return lend(round.sum.entry, length)
+        return lend(round.pair.entry, length)
     if ours == 1:
         sources[1] = sources[0]
         sources[0] = place
@@ -89,17 +89,17 @@ cdef char* place_of_sum(Round* round, uint32_t unit, uint32_t length, const void
 cdef void give_back_unit(Round* round, uint32_t unit) noexcept nogil:
     """Return what all members sent of a unit: it is summed, or never will be."""
     cdef uint32_t index
-    for index in range(round.sum.entry.cast.n_members):
-        give_back_part(round, &round.parts[index], unit)
+    for index in range(round.pair.entry.roster.n_members):
+        give_back_contribution(round, &round.contributions[index], unit)
 
 
 cdef void count_refusals(Round* round, const uint8_t* refused) noexcept nogil:
     """Blame the members whose contributions a rule refused, which come in their order."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef uint32_t index
     cdef int64_t n = 0
-    for index in range(entry.cast.n_contributors):
-        if has_data(&round.parts[index]):
+    for index in range(entry.roster.n_contributors):
+        if has_data(&round.contributions[index]):
             if refused[n]:
                 count_refusal(entry, index)
             n += 1
@@ -107,7 +107,7 @@ cdef void count_refusals(Round* round, const uint8_t* refused) noexcept nogil:
 
 cdef void fill_rule_args(Round* round, uint32_t unit, RuleArgs* args) noexcept nogil:
     """Fill in the arguments of a rule."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     args.divisor = 1            # only averages divide, by all workers
     args.unit, args.version = unit, round.version
     args.first = unit * <uint64_t>entry.unit_bytes / entry.itemsize
@@ -122,7 +122,7 @@ cdef inline void count_work(Entry* entry, uint32_t length) noexcept nogil:
 cdef inline int apply_rule(Round* round, uint32_t unit, uint32_t length, const void** sources,
                            int64_t n, RuleArgs* args) noexcept nogil:
     """Make a unit of round.sums of n contributions by the key's rule, and return their buffers."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef int64_t made
     probe_hit(PROBE_SERVER_SUM, entry.key, round.version)
     made = run_rule(entry.rule, sources, n, round.sums[unit], length / entry.itemsize, args)
@@ -134,15 +134,15 @@ cdef inline int apply_rule(Round* round, uint32_t unit, uint32_t length, const v
 
 
 cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
-    """Make one unit by a robust rule: into a fresh buffer, sources in the order of the cast."""
+    """Make one unit by a robust rule: into a fresh buffer, sources in the roster's order."""
     cdef const void* sources[MAX_VOICES]
     cdef uint8_t refused[MAX_VOICES]
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef int64_t ours, n
     cdef uint32_t keeper
     cdef int status
     cdef RuleArgs args
-    if entry.cast.n_contributors > MAX_VOICES:
+    if entry.roster.n_contributors > MAX_VOICES:
         return E_MISMATCH
     n = list_contributions(round, unit, sources, &ours, &keeper)
     fill_rule_args(round, unit, &args)
@@ -160,15 +160,15 @@ cdef int combine_unit(Round* round, uint32_t unit, uint32_t length) noexcept nog
 
 cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
     """Make one unit of round.sums by the key's rule; its contributions are fixed by now."""
-    cdef const void* sources[MAX_CAST]
-    cdef Entry* entry = round.sum.entry
+    cdef const void* sources[MAX_ROSTER]
+    cdef Entry* entry = round.pair.entry
     cdef int64_t ours = -1
     cdef uint32_t keeper = 0
     cdef int64_t n = list_contributions(round, unit, sources, &ours, &keeper)
     cdef RuleArgs args
     fill_rule_args(round, unit, &args)
     if round.flags & FLAG_AVERAGE and not round.flags & FLAG_BROADCAST:
-        args.divisor = entry.cast.divisor
+        args.divisor = entry.roster.divisor
     if n == 0 or (n > 1 and round.flags & FLAG_BROADCAST):
         return E_MISMATCH
     round.sums[unit] = place_of_sum(round, unit, length, sources, ours, keeper)
@@ -184,7 +184,7 @@ cdef int sum_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
 
 
 cdef inline int make_unit(Round* round, uint32_t unit, uint32_t length) noexcept nogil:
-    if round.sum.entry.is_ruled and not round.flags & FLAG_BROADCAST:
+    if round.pair.entry.is_ruled and not round.flags & FLAG_BROADCAST:
         return combine_unit(round, unit, length)
     return sum_unit(round, unit, length)
 
@@ -193,7 +193,7 @@ cdef inline int make_unit(Round* round, uint32_t unit, uint32_t length) noexcept
 
 cdef bint end_unit(Round* round, uint32_t unit, bint was_summed, int status) noexcept nogil:
     """Count one unit that needs no more work; True: its result goes out."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef bint is_result
     pthread_mutex_lock(&entry.lock)
     fps_add32(&round.summing, -was_summed)
@@ -206,14 +206,14 @@ cdef bint end_unit(Round* round, uint32_t unit, bint was_summed, int status) noe
     # Our own hold on the result, so that it is not taken for sent between two sends; the round
     # is held by whoever called us.
     fps_store32(&round.unsent[unit], 1)
-    pay_errors(round.sum)       # those that waited for this sum to let go of what was lent
+    pay_errors(round.pair)       # those that waited for this sum to let go of what was lent
     pthread_mutex_unlock(&entry.lock)
     return is_result
 
 
 cdef void complete_unit(Round* round, uint32_t unit, int kick) noexcept nogil:
     """Sum a unit whose contributions are all in, and send it to all readers."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef uint32_t length = unit_length(entry, unit)
     cdef bint is_wanted = begin_sum(round)
     cdef int64_t began = now_ns() if tracing.is_on else 0
@@ -236,7 +236,7 @@ cdef void hand_job(Round* round, uint32_t unit, job_fn run) noexcept nogil:
     job.round = round
     job.unit = unit
     fps_add32(&round.in_flight, 1)
-    if hand_to_engine(round.sum.entry, round.priority, &job.base) != OK:
+    if hand_to_engine(round.pair.entry, round.priority, &job.base) != OK:
         fps_add32(&round.in_flight, -1)
 
 
@@ -253,7 +253,7 @@ cdef void run_next(Job* job) noexcept nogil:
     cdef Round* round = ours.round
     cdef uint32_t next = ours.unit + 1
     complete_unit(round, ours.unit, KICK_FULL)
-    if next < round.sum.entry.n_units:
+    if next < round.pair.entry.n_units:
         hand_job(round, next, run_next)
     let_go(round)
 
@@ -262,11 +262,11 @@ cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
     """Have the rule look at a unit, whose contributions stay."""
     cdef const void* sources[MAX_VOICES]
     cdef uint8_t refused[MAX_VOICES]
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef int64_t ours, n, status
     cdef uint32_t keeper
     cdef RuleArgs args
-    if entry.cast.n_contributors > MAX_VOICES:
+    if entry.roster.n_contributors > MAX_VOICES:
         return E_MISMATCH
     n = list_contributions(round, unit, sources, &ours, &keeper)
     fill_rule_args(round, unit, &args)
@@ -282,13 +282,13 @@ cdef int look_at(Round* round, uint32_t unit) noexcept nogil:
 cdef bint end_look(Round* round, int status) noexcept nogil:
     """Release the contributions; False: the round failed."""
     cdef bint is_open
-    pthread_mutex_lock(&round.sum.entry.lock)
+    pthread_mutex_lock(&round.pair.entry.lock)
     fps_add32(&round.summing, -1)
     if status != OK:
         fail_round(round, status, 0)
     is_open = round.state != FAILED
-    pay_errors(round.sum)
-    pthread_mutex_unlock(&round.sum.entry.lock)
+    pay_errors(round.pair)
+    pthread_mutex_unlock(&round.pair.entry.lock)
     return is_open
 
 
@@ -297,14 +297,14 @@ cdef void run_look(Job* job) noexcept nogil:
     cdef SumJob* ours = <SumJob*>job
     cdef Round* round = ours.round
     if begin_sum(round) and end_look(round, look_at(round, ours.unit)):
-        if ours.unit + 1 == round.sum.entry.n_units:
+        if ours.unit + 1 == round.pair.entry.n_units:
             hand_job(round, 0, run_next)
     let_go(round)
 
 
 cdef void begin_unit(Round* round, uint32_t unit) noexcept nogil:
     """Sum here if the unit is small or there is no engine, else on the key's engine thread."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     if entry.engine < 0:
         complete_unit(round, unit, KICK_WAKE)
     elif entry.look != NULL and not round.flags & FLAG_BROADCAST:
@@ -315,7 +315,7 @@ cdef void begin_unit(Round* round, uint32_t unit) noexcept nogil:
 
 cdef void hand_on(Round* round) noexcept nogil:
     """Begin the units that are ready, in order."""
-    cdef Entry* entry = round.sum.entry
+    cdef Entry* entry = round.pair.entry
     cdef uint32_t unit
     while True:
         pthread_mutex_lock(&entry.lock)

@@ -9,7 +9,7 @@ from fastps.transport._link cimport LinkOwner
 cdef class ServerStore(LinkOwner):
     cdef Store* store
     cdef BufferPool pool
-    cdef dict casts             # fastps.contract.contract.Cast -> address of a Cast; face_lock
+    cdef dict rosters           # contract.Roster -> address of the C Roster; face_lock
     cdef dict states            # of rules, by tensor id; face_lock
     cdef list engine_bytes      # bytes of keys given to each engine; face_lock
     cdef uint64_t n_ruled       # keys given to threads for rules; face_lock
@@ -17,7 +17,7 @@ cdef class ServerStore(LinkOwner):
     cdef object face_lock       # one thread declares, fails or forgets at a time
     cdef bint is_closed
     cdef int start_engine(self, int index) except -1
-    cdef uintptr_t intern(self, cast) except 0
+    cdef uintptr_t intern(self, roster) except 0
     cdef bint try_forget(self, uint64_t tensor_id, int64_t deadline) except -1
     cdef int unburden_engines(self, Tensor* tensor) except -1
     cdef int engine_of_rules(self) except -2

@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self, final
 
 from fastps._core import BufferPool
-from fastps.contract.contract import Cast, Compensation, Gathering
+from fastps.contract.contract import Compensation, Gathering, Roster
 from fastps.reduce._partition import Coder
 from fastps.server._policies import CodedRule, KeptResidual, RuledRule
 from fastps.transport._link import LinkOwner
@@ -24,7 +24,7 @@ class ServerStore(LinkOwner):
         tensor_id: int,
         *,
         n_partitions: int,
-        partitions: Sequence[tuple[int, int, Cast]],
+        partitions: Sequence[tuple[int, int, Roster]],
         dtype: int,
         itemsize: int,
         chunk_bytes: int,

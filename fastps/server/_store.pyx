@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The store: looks keys up, checks frames, knows the links and the members that leave.
 
-Theory of operation. A frame names a key; the table has an entry for each, and the entry a cast
+Theory of operation. A frame names a key; the table has an entry for each, and the entry a roster
 (who contributes, who reads) and a policy. What can be said against a frame without looking at a
 round is said here: unknown key, a sender without a part in it, another lane than the key's, a
 length that does not fit. The rest is the policy's: _policies.pxd is the seam, and the
 policies stand behind it. Casts are shared between entries; a frame finds its sender's place by
-one look into a table of its cast.
+one look into a table of its roster.
 
 The workers of one machine make one contribution: for each key, one of them pushes their sum and
-gets the result. The cast says which worker.
+gets the result. The roster says which worker.
 
 A key can be forgotten while links are up, as in RCU. First its frames are put off (is_leaving),
 until every I/O thread was outside the store once (LinkState.in_callback) and so knows of that. If
@@ -49,7 +49,7 @@ from fastps.native.id_table cimport (
 from fastps.native.posix cimport pthread_mutex_destroy, pthread_mutex_init, sched_yield
 from fastps.reduce._partition cimport Coder
 from fastps.server._policies cimport (
-    ACCUMULATE_POLICY, NOBODY, SUM_POLICY, Cast, Engine, Entry, Job, LinkState,
+    ACCUMULATE_POLICY, NOBODY, SUM_POLICY, Roster, Engine, Entry, Job, LinkState,
     Store, StoreStats, Tensor, bytes_of, look_at_deadline, ring_news, slot_of,
 )
 from fastps.transport._link cimport (
@@ -90,7 +90,7 @@ cdef inline uint32_t root_of(Entry* entry, uint32_t index, const Header* header)
     if not header.flags & FLAG_BROADCAST:
         return 0
     return index if header.kind == KIND_PUSH else min(header.subject,
-                                                      entry.cast.n_contributors - 1)
+                                                      entry.roster.n_contributors - 1)
 
 
 cdef int check_member(Entry* entry, uint32_t index, const Header* header) noexcept nogil:
@@ -98,8 +98,8 @@ cdef int check_member(Entry* entry, uint32_t index, const Header* header) noexce
     if index == NOBODY or header.subject != root_of(entry, index, header):
         return E_PROTOCOL
     if header.kind == KIND_PUSH:
-        return OK if index < entry.cast.n_contributors else E_PROTOCOL
-    return OK if header.kind == KIND_PULL and entry.cast.reads[index] else E_PROTOCOL
+        return OK if index < entry.roster.n_contributors else E_PROTOCOL
+    return OK if header.kind == KIND_PULL and entry.roster.reads[index] else E_PROTOCOL
 
 
 cdef int check_place(Entry* entry, const Header* header) noexcept nogil:
@@ -120,7 +120,7 @@ cdef int check_frame(Entry* entry, Link* link, const Header* header) noexcept no
         return E_PROTOCOL
     if header.key_version <= entry.born or link.lane != entry.lane:
         return E_PROTOCOL
-    if check_member(entry, entry.cast.index_of[link.peer], header) != OK:
+    if check_member(entry, entry.roster.index_of[link.peer], header) != OK:
         return E_PROTOCOL
     return check_place(entry, header)
 
@@ -136,7 +136,7 @@ cdef int ask(Store* store, Link* link, const Header* header, const char* payload
     if status == OK and fps_load32(&entry.is_leaving):
         status = E_AGAIN
     if status == OK:
-        status = entry.policy.admit(entry, entry.cast.index_of[link.peer], link, header, payload,
+        status = entry.policy.admit(entry, entry.roster.index_of[link.peer], link, header, payload,
                                     place)
         probe_hit(PROBE_SERVER_LANDING, header.key, header.key_version)
     fps_store32(&state.in_callback, 0)
@@ -165,7 +165,7 @@ cdef void* store_standing(void* context, Link* link, const Header* header) noexc
     cdef Entry* entry = find_entry(store, header.key)
     cdef void* place = NULL
     if check_frame(entry, link, header) == OK and not fps_load32(&entry.is_leaving):
-        place = entry.policy.standing(entry, entry.cast.index_of[link.peer], header)
+        place = entry.policy.standing(entry, entry.roster.index_of[link.peer], header)
     fps_store32(&state.in_callback, 0)
     return place
 
@@ -176,12 +176,12 @@ cdef int store_deliver(void* context, Link* link, const Header* header) noexcept
     cdef Entry* entry
     if header.kind == KIND_PUSH:    # what lands keeps its entry
         entry = find_entry(store, header.key)
-        entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
+        entry.policy.landed(entry, entry.roster.index_of[link.peer], header)
         return OK
     state = enter_callback(store, link)
     entry = find_entry(store, header.key)
     if entry != NULL and header.key_version > entry.born:   # else it was forgotten meanwhile
-        entry.policy.landed(entry, entry.cast.index_of[link.peer], header)
+        entry.policy.landed(entry, entry.roster.index_of[link.peer], header)
     fps_store32(&state.in_callback, 0)
     return OK
 
@@ -195,8 +195,8 @@ cdef void tell_gone(void* record, void* context) noexcept nogil:
     cdef uint32_t i
     for i in range(tensor.n_owned):
         entry = tensor.owned[i]
-        if entry.cast.index_of[sender] != NOBODY:
-            entry.policy.gone(entry, entry.cast.index_of[sender])
+        if entry.roster.index_of[sender] != NOBODY:
+            entry.policy.gone(entry, entry.roster.index_of[sender])
 
 
 cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
@@ -213,27 +213,27 @@ cdef void store_closed(void* context, Link* link, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- making and freeing
 
-cdef void free_cast(Cast* cast) noexcept nogil:
-    if cast != NULL:
-        free(cast.senders)
-        free(cast.reads)
-        free(cast.index_of)
-        free(cast)
+cdef void free_roster(Roster* roster) noexcept nogil:
+    if roster != NULL:
+        free(roster.senders)
+        free(roster.reads)
+        free(roster.index_of)
+        free(roster)
 
 
-cdef Cast* make_cast(uint32_t n_members, uint32_t n_senders) noexcept nogil:
-    cdef Cast* cast = <Cast*>calloc(1, sizeof(Cast))
-    if cast == NULL:
+cdef Roster* make_roster(uint32_t n_members, uint32_t n_senders) noexcept nogil:
+    cdef Roster* roster = <Roster*>calloc(1, sizeof(Roster))
+    if roster == NULL:
         return NULL
-    cast.n_members = n_members
-    cast.senders = <uint32_t*>calloc(n_members, sizeof(uint32_t))
-    cast.reads = <bint*>calloc(n_members, sizeof(bint))
-    cast.index_of = <uint16_t*>calloc(n_senders, sizeof(uint16_t))
-    if cast.senders == NULL or cast.reads == NULL or cast.index_of == NULL:
-        free_cast(cast)
+    roster.n_members = n_members
+    roster.senders = <uint32_t*>calloc(n_members, sizeof(uint32_t))
+    roster.reads = <bint*>calloc(n_members, sizeof(bint))
+    roster.index_of = <uint16_t*>calloc(n_senders, sizeof(uint16_t))
+    if roster.senders == NULL or roster.reads == NULL or roster.index_of == NULL:
+        free_roster(roster)
         return NULL
-    memset(cast.index_of, 0xFF, n_senders * sizeof(uint16_t))      # NOBODY
-    return cast
+    memset(roster.index_of, 0xFF, n_senders * sizeof(uint16_t))      # NOBODY
+    return roster
 
 
 cdef void free_entry(Entry* entry) noexcept nogil:
@@ -309,7 +309,7 @@ cdef void withdraw_places(Entry* entry) noexcept nogil:
     """Withdraw the places where peers write without asking."""
     cdef uint32_t index
     cdef Link* link
-    for index in range(entry.cast.n_members):
+    for index in range(entry.roster.n_members):
         link = slot_acquire(slot_of(entry, index))
         if link == NULL:
             continue
@@ -366,10 +366,10 @@ cdef class ServerStore(LinkOwner):
 
     def __cinit__(self, BufferPool pool not None, *, uint32_t member, uint32_t n_members,
                   uint32_t lanes=1, int engine_threads=1):
-        if not 0 < n_members <= contract.MAX_CAST:
-            raise ValueError(f"n_members must be 1 to {contract.MAX_CAST}, got {n_members}")
+        if not 0 < n_members <= contract.MAX_ROSTER:
+            raise ValueError(f"n_members must be 1 to {contract.MAX_ROSTER}, got {n_members}")
         self.pool = pool
-        self.casts = {}
+        self.rosters = {}
         self.states = {}
         self.face_lock = threading.Lock()
         self.engine_bytes = [0] * engine_threads
@@ -439,14 +439,14 @@ cdef class ServerStore(LinkOwner):
                 uint32_t staleness=0, int unit=contract.Unit.CHUNK, states=None,
                 bint is_ruled=False, uintptr_t look=0, compensation=contract.PROMPT,
                 gathering=contract.ALONE, uint32_t least=1, coders=None):
-        """Make the entries of one tensor: partitions are (index, nbytes, cast) owned here.
+        """Make the entries of one tensor: partitions are (index, nbytes, roster) owned here.
 
         kernel: address of the rule that makes one of many (see fastps.reduce), unit by unit.
         Units of at most inline_bytes bytes are worked on by the I/O thread. policy, staleness,
         compensation, gathering: of the contract; these for float32 and float64 alone. least: see
         set_gathering(). version: operations count on from here, where the id was used before.
         states: by index, objects whose `state` is the address of what the rule keeps of a key.
-        is_ruled: the rule may refuse sources, wants them in the order of the cast, and works on
+        is_ruled: the rule may refuse sources, wants them in the order of the roster, and works on
         threads that are there for rules alone; look: gets all units before it makes the first.
         coders: by index, of values of which changes travel encoded both ways; float32 or float64.
         Declaring a tensor twice is allowed and does nothing. Raises ValueError, MemoryError.
@@ -458,7 +458,7 @@ cdef class ServerStore(LinkOwner):
             raise FastPSError(
                 f"tensor id {tensor_id} exceeds the limit of {MAX_RECORDS} tensors; forget some "
                 "first")
-        contract.check_policy(policy, is_whole, staleness, [cast for _, _, cast in partitions],
+        contract.check_policy(policy, is_whole, staleness, [roster for _, _, roster in partitions],
                               is_coded=coders is not None)
         memset(&model, 0, sizeof(model))
         model.store = self.store
@@ -477,14 +477,14 @@ cdef class ServerStore(LinkOwner):
         with self.face_lock:
             if table_get(self.store.tensors, tensor_id) != NULL:
                 return
-            casts = [self.intern(cast) for _, _, cast in partitions]
+            rosters = [self.intern(roster) for _, _, roster in partitions]
             tensor = <Tensor*>calloc(1, sizeof(Tensor) + 2 * n_partitions * sizeof(Entry*))
             if tensor == NULL:
                 raise MemoryError(f"no memory for tensor {tensor_id} of {n_partitions} partitions")
             tensor.n_partitions = n_partitions
             tensor.owned = tensor.entries + n_partitions
             try:
-                fill_tensor(self, tensor, &model, tensor_id, zip(partitions, casts), states,
+                fill_tensor(self, tensor, &model, tensor_id, zip(partitions, rosters), states,
                             coders, chunk_bytes if unit == contract.Unit.CHUNK else 0,
                             inline_bytes)
                 if states or coders:
@@ -497,27 +497,27 @@ cdef class ServerStore(LinkOwner):
                 raise
             self.n_tensors += 1
 
-    cdef uintptr_t intern(self, cast) except 0:
-        """Return the address of the one C record of equal casts."""
-        cdef Cast* made
+    cdef uintptr_t intern(self, roster) except 0:
+        """Return the address of the one C record of equal rosters."""
+        cdef Roster* made
         cdef uint32_t sender, index
-        if cast in self.casts:
-            return self.casts[cast]
-        if max(cast.members) >= self.store.n_members:
+        if roster in self.rosters:
+            return self.rosters[roster]
+        if max(roster.members) >= self.store.n_members:
             raise ValueError(
-                f"member {max(cast.members)} is not part of this job of {self.store.n_members} "
-                f"members, but of {cast}")
-        made = make_cast(len(cast.members), self.store.n_members)
+                f"member {max(roster.members)} is not part of this job of {self.store.n_members} "
+                f"members, but of {roster}")
+        made = make_roster(len(roster.members), self.store.n_members)
         if made == NULL:
-            raise MemoryError(f"no memory for {cast}")
-        made.n_contributors = len(cast.contributors)
-        made.quorum = cast.quorum
-        made.divisor = cast.divisor
-        for index, sender in enumerate(cast.members):
+            raise MemoryError(f"no memory for {roster}")
+        made.n_contributors = len(roster.contributors)
+        made.quorum = roster.quorum
+        made.divisor = roster.divisor
+        for index, sender in enumerate(roster.members):
             made.senders[index] = sender
-            made.reads[index] = sender in cast.readers
+            made.reads[index] = sender in roster.readers
             made.index_of[sender] = index
-        self.casts[cast] = <uintptr_t>made
+        self.rosters[roster] = <uintptr_t>made
         return <uintptr_t>made
 
     def keep_buffers(self, int64_t limit_bytes):
@@ -642,7 +642,7 @@ cdef class ServerStore(LinkOwner):
         return math.inf if search.next == INT64_MAX else max(search.next - now_ns(), 0) / 1e9
 
     def absences(self):
-        """Return, of each member that was ever late, rounds without it and its late updates.
+        """Return, by member, the deadline rounds that it missed and its late updates.
 
         A round of a tensor counts once: with the server that has its first piece.
         """
@@ -690,9 +690,9 @@ cdef class ServerStore(LinkOwner):
         table_clear(self.store.tensors)
         self.states.clear()
         self.n_tensors = 0
-        for address in self.casts.values():
-            free_cast(<Cast*><uintptr_t>address)
-        self.casts.clear()
+        for address in self.rosters.values():
+            free_roster(<Roster*><uintptr_t>address)
+        self.rosters.clear()
         return 0
 
     def statistics(self):

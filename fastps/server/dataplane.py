@@ -23,15 +23,15 @@ from fastps.config import Config
 from fastps.contract.codec import Codec, Coding, Option, wire_chunk
 from fastps.contract.contract import (
     ANY_STALENESS,
-    Cast,
     Givers,
     Policy,
+    Roster,
     Unit,
-    cast_apart,
-    cast_judged,
-    cast_kept,
-    cast_of,
     is_followed,
+    roster_apart,
+    roster_judged,
+    roster_kept,
+    roster_of,
     trim_of,
 )
 from fastps.contract.partition import link_counts, tensor_of
@@ -93,7 +93,7 @@ class DataPlane:
         self._job = client.job
         self._me = client.job.me
         self.name = f"server {self._index(client.job)}"
-        self._casts: dict[int, Cast] = {}
+        self._rosters: dict[int, Roster] = {}
         self._ending = threading.Event()
         self._forgetting: deque[tuple[ForgetKeys, float]] = deque()  # requests and deadlines
         self._has_warned = False
@@ -281,7 +281,7 @@ class DataPlane:
             self._declare_codec_state(spec)
         elif is_followed(layout.policy, layout.coding):
             self._make_entries(
-                spec, self._cast_apart(), kernel=self._kernel(spec), unit=Unit.PARTITION,
+                spec, self._roster_apart(), kernel=self._kernel(spec), unit=Unit.PARTITION,
                 is_ruled=True, staleness=layout.staleness, coders=self._followers(spec),
             )  # fmt: skip
         else:
@@ -313,7 +313,7 @@ class DataPlane:
         looks = {one.look for one in rules.values()}.pop() if rules else 0
         self._names[spec.tensor_id] = spec.name
         self._make_entries(
-            spec, self._cast_apart(),
+            spec, self._roster_apart(),
             {index: one.coder.wire_bytes for index, one in rules.items() if one.coder is not None},
             kernel=next(iter(rules.values())).kernel if rules else 0,
             unit=Unit.CHUNK if looks else Unit.PARTITION, states=rules, is_ruled=True, look=looks,
@@ -331,18 +331,18 @@ class DataPlane:
                 "with the size of that tensor"
             )
         self._make_entries(
-            spec, cast_kept(self._job.n_workers, self._job.generation),
+            spec, roster_kept(self._job.n_workers, self._job.generation),
             kernel=self._kernel(spec), unit=Unit.PARTITION, states=kept,
             staleness=ANY_STALENESS, inline_bytes=0,
         )  # fmt: skip
 
     def _make_entries(
-        self, spec: KeySpec, cast: Cast | None, wire_bytes: Mapping[int, int] | None = None,
+        self, spec: KeySpec, roster: Roster | None, wire_bytes: Mapping[int, int] | None = None,
         inline_bytes: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
         """Make the store's entries of our partitions, as their contract says.
 
-        cast: None for that of each partition. wire_bytes: by index, where they travel encoded.
+        roster: None for that of each partition. wire_bytes: by index, where they travel encoded.
         options: of ServerStore.declare().
         """
         layout, wire_bytes = spec.layout, wire_bytes or {}
@@ -351,7 +351,7 @@ class DataPlane:
             spec.tensor_id,
             n_partitions=len(spec.pieces),
             partitions=[
-                (index, wire_bytes.get(index, nbytes), cast or self._cast(spec, index))
+                (index, wire_bytes.get(index, nbytes), roster or self._roster(spec, index))
                 for index, nbytes in self._owned(spec)
             ],
             dtype=dtype,
@@ -363,8 +363,8 @@ class DataPlane:
             **options,
         )
 
-    def _cast_apart(self) -> Cast:
-        return cast_apart(self._job.n_workers, self._job.generation)
+    def _roster_apart(self) -> Roster:
+        return roster_apart(self._job.n_workers, self._job.generation)
 
     def _owned(self, spec: KeySpec) -> list[tuple[int, int]]:
         """Return index and bytes of each partition that this server owns."""
@@ -429,16 +429,16 @@ class DataPlane:
             return robust_kernel("trimmed_mean", dtype)
         return sum_kernel(dtype)
 
-    def _cast(self, spec: KeySpec, index: int) -> Cast:
-        """Return the cast of a partition, the same for all tensors with the same contributors."""
+    def _roster(self, spec: KeySpec, index: int) -> Roster:
+        """Return the roster of a partition; tensors with the same contributors share it."""
         job = self._job
         if spec.layout.givers is Givers.VALIDATORS:
             trim = trim_of(spec.layout.policy, job.validators)
-            return cast_judged(job.n_workers, job.validators, job.generation, trim=trim)
-        if index not in self._casts:
+            return roster_judged(job.n_workers, job.validators, job.generation, trim=trim)
+        if index not in self._rosters:
             there = [ranks for ranks in job.machines if ranks[0] < job.n_workers]
-            self._casts[index] = cast_of(there, index, job.generation)
-        return self._casts[index]
+            self._rosters[index] = roster_of(there, index, job.generation)
+        return self._rosters[index]
 
     # ---- generations ----
 
@@ -463,7 +463,7 @@ class DataPlane:
             old, self.store = self.store, self._make_store(job)
             old.wake()
             old.close(timeout_s=self._config.shutdown_timeout_s)
-        self._casts.clear()
+        self._rosters.clear()
         self._job = job  # last: now its workers are let in
         if self._rdma is not None:
             self._rdma.forget_failures()

@@ -41,7 +41,7 @@ cdef enum FrameKind:
     KIND_WINDOW = 11
 
 cdef enum FrameFlag:
-    FLAG_AVERAGE = 1        # divide the sum by the number of workers (Cast.divisor)
+    FLAG_AVERAGE = 1        # divide the sum by the number of workers (Roster.divisor)
     FLAG_NO_RESULT = 2      # the pusher wants an empty RESULT as acknowledgement (broadcast root)
     FLAG_BROADCAST = 4      # the round has one contribution, the root's; others PULL
     FLAG_PLAIN = 8          # of a tensor with a codec: this operation goes unencoded, both ways

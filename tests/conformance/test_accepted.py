@@ -12,7 +12,7 @@ import pytest
 from transport_nets import TCP_NETS, TIMEOUT_S, Net
 
 from fastps._core import BufferPool
-from fastps.contract.contract import ANY_STALENESS, Cast, Policy
+from fastps.contract.contract import ANY_STALENESS, Policy, Roster
 from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -35,10 +35,10 @@ class House:
         self.store = ServerStore(self.pool, member=0, n_members=n, engine_threads=engine_threads)
         self.net = Net(kind, io_threads=2)
         pieces = make_partitions(0, COUNT * 4, PARTITION)
-        cast = Cast(JUDGES, tuple(range(n)), 1, N_JUDGES)
+        roster = Roster(JUDGES, tuple(range(n)), 1, N_JUDGES)
         self.store.declare(
             0, n_partitions=len(pieces),
-            partitions=[(i, piece[1], cast) for i, piece in enumerate(pieces)],
+            partitions=[(i, piece[1], roster) for i, piece in enumerate(pieces)],
             dtype=DType.FLOAT32, itemsize=4, chunk_bytes=CHUNK,
             kernel=sum_kernel(DType.FLOAT32), inline_bytes=0, policy=policy,
             staleness=0 if policy is Policy.ACCEPTED else ANY_STALENESS,
@@ -180,7 +180,7 @@ def test_readers_that_come_and_go_meet_whole_values(build):
 def test_a_value_that_nobody_can_agree_on_is_refused():
     store = ServerStore(BufferPool(), member=0, n_members=2)
     options = {
-        "n_partitions": 1, "partitions": [(0, 64, Cast((0, 1), (0, 1), 1, 2))],
+        "n_partitions": 1, "partitions": [(0, 64, Roster((0, 1), (0, 1), 1, 2))],
         "dtype": DType.FLOAT32, "itemsize": 4, "chunk_bytes": 4096,
         "kernel": sum_kernel(DType.FLOAT32), "inline_bytes": 0, "policy": Policy.ACCEPTED,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transport_nets import TCP_NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
-from fastps.contract.contract import ANY_STALENESS, Policy, cast_of
+from fastps.contract.contract import ANY_STALENESS, Policy, roster_of
 from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -45,7 +45,7 @@ class House:
         self.store.declare(
             0,
             n_partitions=len(pieces),
-            partitions=[(i, p[1], cast_of(everybody, i)) for i, p in enumerate(pieces)],
+            partitions=[(i, p[1], roster_of(everybody, i)) for i, p in enumerate(pieces)],
             dtype=DType.INT64,
             itemsize=8,
             chunk_bytes=CHUNK,

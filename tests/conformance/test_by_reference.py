@@ -16,7 +16,7 @@ from transport_nets import TIMEOUT_S, wait_until
 
 from aids.kernels import GatedSum
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -28,7 +28,7 @@ from fastps.worker._plan import PlannedTensor
 NBYTES, PARTITION, CHUNK = 4 << 20, 1 << 20, 128 << 10
 N_CHUNKS = NBYTES // CHUNK
 N_WORKERS = 2
-EVERYBODY = cast_of([[rank] for rank in range(N_WORKERS)], 0)
+EVERYBODY = roster_of([[rank] for rank in range(N_WORKERS)], 0)
 MISMATCH = -5
 COUNT = NBYTES // 4
 SHORT_S = 0.1  # how long a test waits for what must not come

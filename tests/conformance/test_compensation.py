@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from transport_nets import TIMEOUT_S, Net
 
 from fastps._core import BufferPool
-from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy, cast_of
+from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy, roster_of
 from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -51,7 +51,7 @@ class House:
         everybody = [[rank] for rank in range(workers)]
         self.store.declare(
             0, n_partitions=len(pieces),
-            partitions=[(i, p[1], cast_of(everybody, i)) for i, p in enumerate(pieces)],
+            partitions=[(i, p[1], roster_of(everybody, i)) for i, p in enumerate(pieces)],
             dtype=dtype, itemsize=itemsize, chunk_bytes=CHUNK, kernel=sum_kernel(dtype),
             inline_bytes=0, policy=Policy.ACCUMULATE, staleness=ANY_STALENESS, compensation=way,
         )  # fmt: skip
@@ -196,7 +196,7 @@ def test_elements_without_squares_are_refused(dtype):
     store = ServerStore(pool, member=0, n_members=1, engine_threads=0)
     with pytest.raises(ValueError, match="supports float32 and float64"):
         store.declare(
-            0, n_partitions=1, partitions=[(0, 64, cast_of([[0]], 0))], dtype=dtype, itemsize=2,
+            0, n_partitions=1, partitions=[(0, 64, roster_of([[0]], 0))], dtype=dtype, itemsize=2,
             chunk_bytes=64, kernel=sum_kernel(dtype), inline_bytes=0, policy=Policy.ACCUMULATE,
             compensation=WAYS["constant"],
         )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from transport_nets import TIMEOUT_S, tcp_pair
 
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport.tcp._transport import TcpTransport
@@ -87,8 +87,9 @@ class LongLink:
     def declare(self, key: int, count: int) -> PlannedTensor:
         nbytes = 4 * count
         self.store.declare(
-            key, n_partitions=1, partitions=[(0, nbytes, cast_of([[0]], 0))], dtype=DType.FLOAT32,
-            itemsize=4, chunk_bytes=CHUNK, kernel=sum_kernel(DType.FLOAT32), inline_bytes=4096,
+            key, n_partitions=1, partitions=[(0, nbytes, roster_of([[0]], 0))],
+            dtype=DType.FLOAT32, itemsize=4, chunk_bytes=CHUNK, kernel=sum_kernel(DType.FLOAT32),
+            inline_bytes=4096,
         )  # fmt: skip
         return self.engine.declare(
             key, f"t{key}", nbytes=nbytes, dtype=DType.FLOAT32, chunk_bytes=CHUNK,

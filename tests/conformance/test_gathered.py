@@ -15,7 +15,7 @@ from fastps._core import BufferPool
 from fastps.algorithms import outer
 from fastps.byzantine import reference
 from fastps.contract.codec import PLAIN, Coding, wire_chunk
-from fastps.contract.contract import JOIN, Cast, Policy, Unit
+from fastps.contract.contract import JOIN, Policy, Roster, Unit
 from fastps.contract.partition import make_partitions
 from fastps.contract.rule import Rule
 from fastps.reduce._partition import Coder, Combiner
@@ -51,7 +51,7 @@ class House:
             i: RuledRule(Combiner(rule, dtype, n=N, count=piece[1] // size), is_at_once=True)
             for i, piece in enumerate(pieces)
         }
-        cast = Cast(tuple(range(N)), tuple(range(N)), 0, N)
+        roster = Roster(tuple(range(N)), tuple(range(N)), 0, N)
         self.pieces, self.codecs, is_coded = pieces, [], coding != PLAIN
 
         def coders(coding: Coding, rank: int, *, pushes: bool) -> dict[int, Coder]:
@@ -64,7 +64,7 @@ class House:
         frame = wire_chunk(coding, CHUNK)
         self.store.declare(
             0, n_partitions=len(pieces),
-            partitions=[(i, piece[1], cast) for i, piece in enumerate(pieces)],
+            partitions=[(i, piece[1], roster) for i, piece in enumerate(pieces)],
             dtype=dtype, itemsize=size, chunk_bytes=frame, kernel=rules[0].kernel,
             coders=coders(coding.without_memory(), 0, pushes=False) if is_coded else None,
             inline_bytes=0, policy=Policy.DEADLINE_ROUNDS, unit=Unit.PARTITION, states=rules,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fastps import config
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.errors import Status
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -74,7 +74,7 @@ class Cluster:
             store.declare(
                 number, n_partitions=len(pieces), dtype=dtype, itemsize=dtype.itemsize,
                 partitions=[
-                    (index, length, cast_of(MACHINES, index))
+                    (index, length, roster_of(MACHINES, index))
                     for index, (_, length, owner) in enumerate(pieces) if owner == server
                 ],
                 chunk_bytes=CHUNK, kernel=sum_kernel(dtype), inline_bytes=0,

@@ -12,7 +12,7 @@ import pytest
 from transport_nets import INPROC, NETS, TIMEOUT_S, Net
 
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.contract.partition import make_partitions
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -90,7 +90,7 @@ class Cluster:
                 number,
                 n_partitions=len(pieces),
                 partitions=[
-                    (i, p[1], cast_of([[rank] for rank in range(N_WORKERS)], i))
+                    (i, p[1], roster_of([[rank] for rank in range(N_WORKERS)], i))
                     for i, p in enumerate(pieces)
                     if owners[i] == index
                 ],

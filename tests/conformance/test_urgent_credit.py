@@ -10,7 +10,7 @@ import pytest
 from transport_nets import INPROC, NETS, TIMEOUT_S, Net, wait_until
 
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.types import DType
@@ -43,7 +43,7 @@ class Cluster:
         self.store.declare(
             number,
             n_partitions=1,
-            partitions=[(0, CREDIT, cast_of([[rank] for rank in range(N_WORKERS)], 0))],
+            partitions=[(0, CREDIT, roster_of([[rank] for rank in range(N_WORKERS)], 0))],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,

@@ -30,7 +30,7 @@ from transport_nets import TIMEOUT_S, wait_until
 
 from aids.wire import FrameFlag, FrameKind, Header, pack_header
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport.rdma._transport import RdmaTransport
@@ -191,7 +191,7 @@ class Server:
         self.store.declare(
             0,
             n_partitions=1,
-            partitions=[(0, n_frames * NBYTES, cast_of([[0], [1], [2]], 0))],
+            partitions=[(0, n_frames * NBYTES, roster_of([[0], [1], [2]], 0))],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=NBYTES,

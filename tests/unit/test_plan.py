@@ -16,7 +16,7 @@ from aids.scrambler import Scrambler
 from aids.wire import FrameKind
 from fastps import config
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
 from fastps.transport._link import InprocTransport, LinkOwner
@@ -264,7 +264,7 @@ def test_only_who_speaks_for_its_machine_goes_by_the_stages_of_the_links():
             transport.connect(engine, 0, store, rank)
     store.declare(
         1, n_partitions=N_PARTS, dtype=DType.INT32, itemsize=4, chunk_bytes=CHUNK,
-        partitions=[(i, PART, cast_of(((0, 1), (2, 3)), i)) for i in range(N_PARTS)],
+        partitions=[(i, PART, roster_of(((0, 1), (2, 3)), i)) for i in range(N_PARTS)],
         kernel=sum_kernel(DType.INT32), inline_bytes=0,
     )  # fmt: skip
     tensors = [tensor for machine in machines for tensor in machine.declare()]

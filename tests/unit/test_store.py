@@ -19,7 +19,7 @@ from aids.faces import Buffer
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
 from fastps._core import BufferPool
-from fastps.contract.contract import Cast
+from fastps.contract.contract import Roster
 from fastps.errors import FastPSError, PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -50,12 +50,12 @@ class Server:
         pushers: tuple[int, ...] = (),
         lenders: tuple[int, ...] = (),
         lanes: int = 1,
-        cast: Cast | None = None,
+        roster: Roster | None = None,
     ) -> None:
         self.lanes = lanes
         self.pool = BufferPool(pool_bytes)
         pushers = pushers or tuple(range(n_workers))
-        self.cast = cast or Cast(pushers, pushers, len(pushers), n_workers)
+        self.roster = roster or Roster(pushers, pushers, len(pushers), n_workers)
         self.lenders = lenders
         self.store = ServerStore(
             self.pool,
@@ -81,7 +81,7 @@ class Server:
     def declare(self, tensor_id: int, nbytes: int, **options: Any) -> None:
         """Make one tensor of one partition."""
         terms: dict[str, Any] = {"kernel": sum_kernel(DType.FLOAT32), "inline_bytes": 0}
-        terms |= {"n_partitions": 1, "partitions": [(0, nbytes, self.cast)]}
+        terms |= {"n_partitions": 1, "partitions": [(0, nbytes, self.roster)]}
         self.store.declare(
             tensor_id,
             dtype=DType.FLOAT32,
@@ -305,9 +305,9 @@ def test_a_broadcast_names_the_machine_of_its_root(make):
 
 
 def declare_with(server: Server, contributors: Any, readers: Any, options: Any) -> None:
-    """Declare a tensor of one partition with this cast."""
-    cast = Cast(contributors, readers, 1, 1)
-    server.store.declare(9, partitions=[(0, CHUNK, cast)], **options)
+    """Declare a tensor of one partition with this roster."""
+    roster = Roster(contributors, readers, 1, 1)
+    server.store.declare(9, partitions=[(0, CHUNK, roster)], **options)
 
 
 def bytes_in_use() -> int:
@@ -325,7 +325,7 @@ def bytes_in_use() -> int:
 
 def test_a_declaration_that_fails_leaves_no_memory(make):
     server, n = make(2), 1000
-    partitions = [(i, CHUNK, server.cast) for i in range(n)]
+    partitions = [(i, CHUNK, server.roster) for i in range(n)]
     states = {i: SimpleNamespace(state=0) for i in range(n - 1)}  # the last one has none
 
     def fail() -> None:
@@ -362,7 +362,7 @@ def test_pushers_that_cannot_be_are_refused(make):
             declare_with(server, contributors, readers, options)
     for quorum, divisor in [(-1, 1), (3, 1), (2, 0)]:
         with pytest.raises(ValueError, match="must have a quorum of 0 to 2 and a divisor"):
-            Cast((0, 1), (), quorum, divisor)
+            Roster((0, 1), (), quorum, divisor)
     for n_members in (0, 5000):
         with pytest.raises(ValueError, match="n_members must be"):
             ServerStore(server.pool, member=0, n_members=n_members)

@@ -12,7 +12,7 @@ from test_store import CHUNK, IN_ORDER, MISMATCH, PROTOCOL, TIMEOUT_S, make, val
 
 from aids.kernels import SUM_TYPE
 from aids.wire import FrameFlag, FrameKind
-from fastps.contract.contract import Cast, Policy, Unit
+from fastps.contract.contract import Policy, Roster, Unit
 from fastps.errors import PeerLostError, StallError
 from fastps.server._policies import TRANSITIONS, RoundEvent, RoundState
 
@@ -32,7 +32,7 @@ def test_a_pull_that_leaves_a_contribution_out_is_an_error_that_names_its_sender
 
 
 def test_a_quorum_says_how_many_have_to_push(make):  # noqa: F811
-    server = make(3, cast=Cast((0, 1, 2), (0, 1, 2), 2, 3))
+    server = make(3, roster=Roster((0, 1, 2), (0, 1, 2), 2, 3))
     for absent, version in [(0, 1), (2, 2), (1, 3)]:
         for rank in range(3):
             if rank == absent:
@@ -53,7 +53,7 @@ def test_a_quorum_says_how_many_have_to_push(make):  # noqa: F811
 
 
 def test_who_only_reads_pulls_each_round_and_is_not_missed_in_the_sum(make):  # noqa: F811
-    server = make(3, cast=Cast((2, 0), (0, 1), 2, 5))
+    server = make(3, roster=Roster((2, 0), (0, 1), 2, 5))
     server.push(0, values_of(0), flags=FrameFlag.AVERAGE)
     server.push(2, values_of(2), flags=FrameFlag.AVERAGE)
     with pytest.raises(StallError):
@@ -71,7 +71,7 @@ def test_who_only_reads_pulls_each_round_and_is_not_missed_in_the_sum(make):  # 
     ("rank", "payload", "fields"), [(1, bytes(CHUNK), {}), (2, b"", PULL), (3, b"", PULL)]
 )
 def test_who_does_what_its_part_does_not_allow_is_cut_off(make, rank, payload, fields):  # noqa: F811
-    server = make(4, cast=Cast((2, 0), (0, 1), 2, 5))
+    server = make(4, roster=Roster((2, 0), (0, 1), 2, 5))
     with pytest.raises(PeerLostError):
         server.post(rank, payload, **fields)
     while server.store.wait_news(timeout_s=TIMEOUT_S) != {rank: PROTOCOL}:
@@ -79,7 +79,7 @@ def test_who_does_what_its_part_does_not_allow_is_cut_off(make, rank, payload, f
 
 
 def test_who_has_no_part_in_a_key_may_go(make):  # noqa: F811
-    server = make(3, cast=Cast((0, 1), (0, 1), 2, 2))
+    server = make(3, roster=Roster((0, 1), (0, 1), 2, 2))
     server.push(0, values_of(0))
     server.boxes[2].end(0, IN_ORDER)
     while 2 not in server.store.wait_news(timeout_s=TIMEOUT_S):
@@ -91,13 +91,13 @@ def test_who_has_no_part_in_a_key_may_go(make):  # noqa: F811
 
 def test_keys_of_one_store_have_casts_of_their_own(make):  # noqa: F811
     server = make(3)
-    for tensor, cast in [(1, Cast((0,), (0,), 1, 1)), (2, Cast((1, 2), (1, 2), 2, 2))]:
-        server.cast = cast
+    for tensor, roster in [(1, Roster((0,), (0,), 1, 1)), (2, Roster((1, 2), (1, 2), 2, 2))]:
+        server.roster = roster
         server.declare(tensor, server.nbytes)
-        for rank in cast.contributors:
+        for rank in roster.contributors:
             server.push(rank, values_of(rank), key=tensor << 16)
-        total = sum(values_of(rank) for rank in cast.contributors)
-        for rank in cast.readers:
+        total = sum(values_of(rank) for rank in roster.contributors)
+        for rank in roster.readers:
             assert np.array_equal(server.result(rank), total)
 
 

@@ -10,7 +10,7 @@ import pytest
 from test_store import CHUNK, MISMATCH, PROTOCOL, TIMEOUT_S, make, values_of  # noqa: F401
 
 from aids.wire import FrameFlag, FrameKind
-from fastps.contract.contract import ANY_STALENESS, Cast, Policy
+from fastps.contract.contract import ANY_STALENESS, Policy, Roster
 from fastps.errors import PeerLostError, StallError
 from fastps.reduce import sum_kernel
 from fastps.types import DType
@@ -69,7 +69,7 @@ def test_frames_land_while_it_is_tried_to_forget(make, engine_threads, lenders):
     server.store.declare(
         1,
         n_partitions=2,
-        partitions=[(index, 3 * CHUNK, Cast((0, 1), (0, 1), 2, 2)) for index in range(2)],
+        partitions=[(index, 3 * CHUNK, Roster((0, 1), (0, 1), 2, 2)) for index in range(2)],
         dtype=DType.FLOAT32,
         itemsize=4,
         chunk_bytes=CHUNK,

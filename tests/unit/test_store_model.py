@@ -18,7 +18,7 @@ from store_model import Frame, KeyModel, Op, Part
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
 from fastps._core import BufferPool
-from fastps.contract.contract import cast_of
+from fastps.contract.contract import roster_of
 from fastps.errors import StallError
 from fastps.reduce import sum_kernel
 from fastps.server._store import ServerStore
@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
             n_members=n_workers,
             engine_threads=engine_threads,
         )
-        self.casts = [replace(cast_of(machines, key), quorum=quorum) for key in range(2)]
+        self.rosters = [replace(roster_of(machines, key), quorum=quorum) for key in range(2)]
         self.lenders = frozenset(lenders)
         self.n_workers, self.quorum = n_workers, quorum
         self.failed = self.summed = 0  # of tensors that were forgotten
@@ -95,7 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.declare(
             TENSOR,
             n_partitions=2,
-            partitions=[(key, sizes[key], self.casts[key]) for key in range(2)],
+            partitions=[(key, sizes[key], self.rosters[key]) for key in range(2)],
             dtype=DType.FLOAT32,
             itemsize=4,
             chunk_bytes=CHUNK,
