@@ -109,7 +109,7 @@ def _engine_terms(layout: Layout, *, is_shared: bool) -> dict[str, Any]:
         "kernel": kernel,
         "frame_bytes": wire_chunk(layout.coding, layout.chunk_bytes),
         "is_ruled": layout.rule.has_meaning() or follows or layout.policy is Policy.CODEC_STATE,
-        "is_late": layout.rule.wants_whole or layout.policy in WHOLE or follows,
+        "waits_for_whole": layout.rule.wants_whole or layout.policy in WHOLE or follows,
         "adds": follows,
     }
 

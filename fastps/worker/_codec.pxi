@@ -5,7 +5,7 @@
 #
 # Both stages share one queue, most urgent first, and threads of their own: encoding takes longer
 # than an I/O thread may, and the user computes meanwhile. A part keeps its code and the memory of
-# its encoded bytes from declaration on (Part.code, Part.wire). Results land where the part was
+# its encoded bytes from declaration on (code, wire of Partition). Results land where the part was
 # pushed from, and are decoded into the user's output. A part is in one stage at a time, so it
 # needs no lock.
 
@@ -13,7 +13,7 @@ cdef enum:
     MAX_CODEC_THREADS = 64
 
 cdef struct Works:              # shared by both stages
-    Queue* queue                # of Part*
+    Queue* queue                # of Partition*
     int64_t bytes_before        # of what was encoded; atomic
     int64_t bytes_after
 
@@ -22,10 +22,10 @@ cdef struct Scratch:
     uint64_t nbytes
 
 
-cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
+cdef int code_part(Works* works, Partition* part, Scratch* scratch) noexcept nogil:
     """Encode or decode all units of a part."""
     cdef Code* code = <Code*>part.code
-    cdef Record* record = part.record
+    cdef TensorRecord* record = part.record
     cdef char* wire = part.wire
     cdef uint32_t unit
     if scratch.nbytes < code.scratch_bytes:
@@ -53,7 +53,7 @@ cdef int code_part(Works* works, Part* part, Scratch* scratch) noexcept nogil:
 cdef void works_main(void* arg) noexcept nogil:
     cdef Works* works = <Works*>arg
     cdef Scratch scratch
-    cdef Part* part
+    cdef Partition* part
     cdef int64_t began
     cdef int status
     scratch.place = NULL
@@ -70,14 +70,14 @@ cdef void works_main(void* arg) noexcept nogil:
     free(scratch.place)
 
 
-cdef void hand_over(Stage* stage, Part* part) noexcept nogil:
+cdef void hand_over(Stage* stage, Partition* part) noexcept nogil:
     cdef Works* works = <Works*>stage.context
     cdef int status = queue_push(works.queue, part.record.priority, key_of(part), 0, part)
     if status != OK:            # closed
         stage_done(part, status)
 
 
-cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
+cdef void encode_run(Stage* stage, Partition* part) noexcept nogil:
     """Encode a push; a pull leaves residual and momentum as they are."""
     part.is_back = False
     if part.record.kind == KIND_PULL or part.record.flags & FLAG_PLAIN:
@@ -86,7 +86,7 @@ cdef void encode_run(Stage* stage, Part* part) noexcept nogil:
     hand_over(stage, part)
 
 
-cdef void decode_run(Stage* stage, Part* part) noexcept nogil:
+cdef void decode_run(Stage* stage, Partition* part) noexcept nogil:
     part.is_back = True
     if part.record.flags & FLAG_PLAIN:
         stage_done(part, part.status)
@@ -94,7 +94,7 @@ cdef void decode_run(Stage* stage, Part* part) noexcept nogil:
     hand_over(stage, part)
 
 
-cdef void codec_cancel(Stage* stage, Part* part) noexcept nogil:
+cdef void codec_cancel(Stage* stage, Partition* part) noexcept nogil:
     """Do nothing: the threads look at part.failing, and a part is here for a short time only."""
 
 

@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from fastps._core cimport Completion
 from fastps.transport._link cimport LinkOwner, LinkSlot
 from fastps.worker._plan cimport LocalStages, PlanHolder, PlannedTensor
-from fastps.worker._stage cimport Part, Plan, Stage
+from fastps.worker._stage cimport Partition, Plan, Stage
 
 cdef struct Lane:               # one link
     LinkSlot slot
@@ -20,7 +20,7 @@ cdef struct Remote:             # the stage that pushes to servers and pulls fro
     uint32_t n_links
     uint32_t* first             # by number of an owner: its first link; the next one's is the end
     Lane* links
-    char* discard               # where late results of failed rounds go; one chunk
+    char* discard               # where late frames are dropped; one chunk
     uint32_t discard_bytes
     int32_t culprit             # number of the member whose link ended first, or -1; atomic
     int32_t is_leaving          # leave() was called: links that end are no failure; atomic
@@ -45,7 +45,7 @@ cdef class WorkerEngine(LinkOwner):
     cdef int cut(self, PlannedTensor tensor, pieces) except -1
     cdef int encode(self, PlannedTensor tensor, coders) except -1
     cdef list prepare(self, tensors, arrays, outputs)
-    cdef int reach(self, PlannedTensor tensor) except -1
+    cdef int bind_arrays(self, PlannedTensor tensor) except -1
     cdef int hold_arrays(self, PlannedTensor tensor) except -1
     cdef void begin(self, PlannedTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
                     int kick) noexcept

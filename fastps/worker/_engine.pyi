@@ -30,7 +30,7 @@ class WorkerEngine(LinkOwner):
         coders: Sequence[Coder | None] | None = None,
         frame_bytes: int = 0,
         is_ruled: bool = False,
-        is_late: bool = False,
+        waits_for_whole: bool = False,
         adds: bool = False,
     ) -> PlannedTensor: ...
     def forget(self, tensor: PlannedTensor) -> None: ...

@@ -14,7 +14,7 @@ link ends all links: a synchronous job cannot go on without one of its servers, 
 nothing can land in arrays that the user takes back.
 
 Threads. start() runs on user threads under the GIL; landing, deliver, sent and closed run on I/O
-threads without it. The thread that finishes a part swaps Part.is_waiting to 0. I/O threads read
+threads without it. The thread that finishes a part swaps Sending.is_waiting to 0. I/O threads read
 records without a lock: forget() waits until no callback that began before is under way.
 """
 
@@ -47,8 +47,8 @@ from fastps.worker._plan cimport (
     MAX_LOCAL, LocalStages, PlanHolder, PlannedTensor, StageHolder, checked_priorities, lend_all,
 )
 from fastps.worker._stage cimport (
-    CODED, SPEAKS, Part, Plan, Record, Sending, Stage, begins_with, fail_part, key_of, stage_done,
-    start_parts,
+    CODED, SPEAKS, Partition, Plan, Sending, Stage, TensorRecord, begins_with, fail_part, key_of,
+    stage_done, start_parts,
 )
 
 from collections import deque
@@ -109,7 +109,7 @@ cdef class WorkerEngine(LinkOwner):
         self.remote.stage.cancel = remote_cancel
         self.remote.stage.context = self.remote
         self.remote.stage.wants = SPEAKS
-        self.remote.stage.tells = True
+        self.remote.stage.runs_failed = True
         if self.remote.n_links:
             self.holder.insert(0, &self.remote.stage, None)
         self.c_owner.context = self.remote
@@ -147,7 +147,7 @@ cdef class WorkerEngine(LinkOwner):
     def declare(self, uint64_t tensor_id, str name, *, uint64_t nbytes, uint8_t dtype,
                 uint32_t chunk_bytes=0, partitions=(), uint32_t itemsize=1, uintptr_t kernel=0,
                 uint32_t version=0, coders=None, uint32_t frame_bytes=0,
-                bint is_ruled=False, bint is_late=False, bint adds=False):
+                bint is_ruled=False, bint waits_for_whole=False, bint adds=False):
         """Make the records of one tensor.
 
         partitions: (offset, nbytes, owner) of each; without servers none. itemsize, kernel:
@@ -155,13 +155,14 @@ cdef class WorkerEngine(LinkOwner):
         from here; for an id that was forgotten, the largest version that any member had reached.
         coders: of the partitions, None where we do not push, of a tensor that travels encoded, in
         frames of frame_bytes. is_ruled: servers are to see each worker's own contribution,
-        and make something else of it than a sum; is_late: of whole tensors, so that no result
-        comes while the rest is still to be pushed. adds: owners hold a value, and what comes back
-        encoded is by how much it differs from the output, which holds what came before.
+        and make something else of it than a sum. waits_for_whole: they make it of whole tensors,
+        so no result comes while the rest is still to be pushed. adds: owners hold a value, and
+        what comes back encoded is by how much it differs from the output, which holds what came
+        before.
         Raises ProtocolError when the pieces do not fit the tensor.
         """
         cdef PlannedTensor tensor = PlannedTensor()
-        cdef Record* record = &tensor.record
+        cdef TensorRecord* record = &tensor.record
         if table_get(&self.plan.records, tensor_id) != NULL:
             raise FastPSError(
                 f"tensor {name!r}: id {tensor_id} is already declared; forget that tensor first")
@@ -182,7 +183,7 @@ cdef class WorkerEngine(LinkOwner):
         record.nbytes = nbytes
         record.dtype = dtype
         record.chunk_bytes = frame_bytes or chunk_bytes
-        record.is_late = is_late
+        record.waits_for_whole = waits_for_whole
         record.adds = adds and bool(coders)
         record.ratio = 1.0
         record.born = record.version = version
@@ -217,10 +218,10 @@ cdef class WorkerEngine(LinkOwner):
 
     cdef int cut(self, PlannedTensor tensor, pieces) except -1:
         """Make the records of a tensor's parts."""
-        cdef Record* record = &tensor.record
-        cdef Part* part
+        cdef TensorRecord* record = &tensor.record
+        cdef Partition* part
         cdef Sending* sending
-        record.parts = <Part*>calloc(len(pieces), sizeof(Part))
+        record.parts = <Partition*>calloc(len(pieces), sizeof(Partition))
         if self.remote.n_links:
             record.sendings = <Sending*>calloc(len(pieces), sizeof(Sending))
         if record.parts == NULL or self.remote.n_links and record.sendings == NULL:
@@ -249,7 +250,7 @@ cdef class WorkerEngine(LinkOwner):
 
     cdef int encode(self, PlannedTensor tensor, coders) except -1:
         """Set the coder of each part, and memory for its encoded bytes."""
-        cdef Part* part
+        cdef Partition* part
         cdef Coder coder
         cdef uint64_t place = 0
         tensor.coders = list(coders)
@@ -273,7 +274,7 @@ cdef class WorkerEngine(LinkOwner):
         Late frames of its failed rounds go on being ignored.
         """
         cdef uint32_t i
-        cdef Record* record = &tensor.record
+        cdef TensorRecord* record = &tensor.record
         if table_get(&self.plan.records, record.tensor_id) != record:
             return
         if not tensor.is_done:
@@ -300,7 +301,7 @@ cdef class WorkerEngine(LinkOwner):
         self.check()
         ticket = tensor.lend(array, output)
         try:
-            self.reach(tensor)
+            self.bind_arrays(tensor)
         except BaseException:
             tensor.release()
             raise
@@ -384,22 +385,22 @@ cdef class WorkerEngine(LinkOwner):
         return tickets
 
     cdef list prepare(self, tensors, arrays, outputs):
-        """Borrow the arrays and make them reachable, all or none; return the tickets."""
+        """Borrow the arrays and bind them to the tensors, all or none; return the tickets."""
         cdef PlannedTensor tensor
         self.check()
         tickets = lend_all(tensors, arrays, outputs)
         try:
             for tensor in tensors:
-                self.reach(tensor)
+                self.bind_arrays(tensor)
         except BaseException:
             for tensor in tensors:
                 tensor.release()
             raise
         return tickets
 
-    cdef int reach(self, PlannedTensor tensor) except -1:
-        """Set where the stages find the bytes of lent arrays, and pin these where needed."""
-        cdef Record* record = &tensor.record
+    cdef int bind_arrays(self, PlannedTensor tensor) except -1:
+        """Set where stages read and write the lent arrays (source, landing); pin if needed."""
+        cdef TensorRecord* record = &tensor.record
         record.source = record.input
         record.landing = record.output
         if record.local != NULL:
@@ -410,7 +411,7 @@ cdef class WorkerEngine(LinkOwner):
 
     cdef void begin(self, PlannedTensor tensor, uint8_t kind, uint8_t flags, int32_t priority,
                     int kick) noexcept:
-        cdef Record* record = &tensor.record
+        cdef TensorRecord* record = &tensor.record
         self.operations += 1
         self.bytes_started += record.nbytes
         if self.speeds is not None and (record.nbytes >= LOOK_BYTES
@@ -433,7 +434,7 @@ cdef class WorkerEngine(LinkOwner):
 
     cdef int hold_arrays(self, PlannedTensor tensor) except -1:
         """Pin the memory that parts leave from and land in."""
-        cdef Record* record = &tensor.record
+        cdef TensorRecord* record = &tensor.record
         if tensor.coders is not None:
             self.pin(tensor.wire)
         if tensor.coders is not None and not record.adds:

@@ -244,10 +244,10 @@ cdef class LocalStages:
         local.pipes.context = local
         local.reduce.run = reduce_run
         local.reduce.cancel = reduce_cancel
-        local.reduce.tells = True
+        local.reduce.runs_failed = True
         local.spread.run = spread_run
         local.spread.cancel = spread_cancel
-        local.spread.tells = True
+        local.spread.runs_failed = True
         local.reduce.span = SPAN_REDUCE
         local.spread.span = SPAN_SPREAD
         local.reduce.wants = SHARED
@@ -275,8 +275,8 @@ cdef class LocalStages:
 
     cdef int declare(self, PlannedTensor tensor, uint32_t itemsize, uintptr_t kernel) except -1:
         """Make our part of a tensor's records; kernel: address of its sum."""
-        cdef Record* record = &tensor.record
-        cdef LocalRecord* mine = <LocalRecord*>calloc(1, sizeof(LocalRecord))
+        cdef TensorRecord* record = &tensor.record
+        cdef LocalTensorRecord* mine = <LocalTensorRecord*>calloc(1, sizeof(LocalTensorRecord))
         cdef uint32_t i
         if mine == NULL:
             raise MemoryError(f"no memory for tensor {tensor.name!r}")
@@ -308,8 +308,8 @@ cdef class LocalStages:
     cdef int place(self, PlannedTensor tensor) except -1:
         """Find where a tensor's arrays lie, or copy a private one where others can reach it."""
         cdef Local* local = self.local
-        cdef Record* record = &tensor.record
-        cdef LocalRecord* mine = local_of(record)
+        cdef TensorRecord* record = &tensor.record
+        cdef LocalTensorRecord* mine = local_of(record)
         cdef char* base = record.output if record.output != NULL else <char*>record.input
         mine.input = mine.output = offset_in(local, base, record.nbytes)
         if record.input != NULL:
@@ -327,7 +327,7 @@ cdef class LocalStages:
 
     cdef char* fill_shadow(self, PlannedTensor tensor) except NULL:
         """Copy a private array to where it stays for this operation."""
-        cdef LocalRecord* mine = local_of(&tensor.record)
+        cdef LocalTensorRecord* mine = local_of(&tensor.record)
         cdef char* base
         if mine.shadow == PRIVATE:
             tensor.shadow, mine.shadow = self.arena.allocate_packed(tensor.nbytes)

@@ -57,8 +57,8 @@ cdef inline Cell* cell_of(Local* local, uint32_t rank) noexcept nogil:
     return <Cell*>(local.cells + rank * CELL_BYTES)
 
 
-cdef inline Task* task_at(Local* local, int64_t place) noexcept nogil:
-    return <Task*>(local.tasks + (place & (RING_TASKS - 1)) * TASK_BYTES)
+cdef inline RingTask* task_at(Local* local, int64_t place) noexcept nogil:
+    return <RingTask*>(local.tasks + (place & (RING_TASKS - 1)) * TASK_BYTES)
 
 
 cdef inline Arrival* arrival_of(Local* local, Slot* slot, uint32_t version,
@@ -95,8 +95,8 @@ cdef void ring_others(Local* local, bint is_for_helper) noexcept nogil:
 
 # ---------------------------------------------------------------- publishing
 
-cdef inline LocalRecord* local_of(Record* record) noexcept nogil:
-    return <LocalRecord*>record.local
+cdef inline LocalTensorRecord* local_of(TensorRecord* record) noexcept nogil:
+    return <LocalTensorRecord*>record.local
 
 
 cdef inline uint32_t chunk_for(Local* local, uint64_t nbytes) noexcept nogil:
@@ -113,9 +113,9 @@ cdef inline uint32_t chunk_for(Local* local, uint64_t nbytes) noexcept nogil:
     return <uint32_t>(chunk & ~<uint64_t>(PAGE - 1))
 
 
-cdef Task* claim_task(Local* local, int64_t* place) noexcept nogil:
+cdef RingTask* claim_task(Local* local, int64_t* place) noexcept nogil:
     """Take the next place of the ring; NULL: some rank has yet to pass the last task there."""
-    cdef Task* task
+    cdef RingTask* task
     cdef int64_t before
     while True:
         place[0] = fps_load64(&local.control.tail)
@@ -129,7 +129,7 @@ cdef Task* claim_task(Local* local, int64_t* place) noexcept nogil:
             return NULL
 
 
-cdef void cut_task(Local* local, Task* task, Part* part) noexcept nogil:
+cdef void cut_task(Local* local, RingTask* task, Partition* part) noexcept nogil:
     """Cut a part's bytes into the chunks of its task, if the task has bytes to move."""
     cdef uint64_t chunk = chunk_for(local, part.nbytes)
     if task.kind == TASK_STAGED and chunk > local.stage_bytes:
@@ -143,11 +143,11 @@ cdef void cut_task(Local* local, Task* task, Part* part) noexcept nogil:
     task.ticket = task.done = 0
 
 
-cdef bint try_publish(Local* local, Part* part) noexcept nogil:
+cdef bint try_publish(Local* local, Partition* part) noexcept nogil:
     """Put a part's task into the ring; False: the ring is full."""
-    cdef Record* record = part.record
+    cdef TensorRecord* record = part.record
     cdef int64_t place
-    cdef Task* task = claim_task(local, &place)
+    cdef RingTask* task = claim_task(local, &place)
     if task == NULL:
         return False
     task.kind = part.task
@@ -165,7 +165,7 @@ cdef bint try_publish(Local* local, Part* part) noexcept nogil:
     return True
 
 
-cdef void publish(Local* local, Part* part, int32_t kind, int news,
+cdef void publish(Local* local, Partition* part, int32_t kind, int news,
                   bint is_for_helper) noexcept nogil:
     """Publish the task of a part to all ranks. Never waits: the caller may hold any lock.
 
@@ -175,7 +175,7 @@ cdef void publish(Local* local, Part* part, int32_t kind, int news,
     part.news = news
     if not try_publish(local, part):
         while True:
-            part.next = <Part*>fps_load_ptr(<void**>&local.crowded)
+            part.next = <Partition*>fps_load_ptr(<void**>&local.crowded)
             if fps_cas_ptr(<void**>&local.crowded, part.next, part):
                 break
     ring_others(local, is_for_helper)
@@ -191,11 +191,11 @@ cdef bint publish_crowded(Local* local) noexcept nogil:
 
     Parts that stay are not touched: there may be hundreds of thousands. The runner's lock is held.
     """
-    cdef Part* part = local.overflow
-    cdef Part* next
+    cdef Partition* part = local.overflow
+    cdef Partition* next
     cdef bint has_moved = False
     if part == NULL:
-        part = <Part*>fps_swap_ptr(<void**>&local.crowded, NULL)
+        part = <Partition*>fps_swap_ptr(<void**>&local.crowded, NULL)
     while part != NULL:
         next = part.next                # a part that is published may be another list's at once
         if not try_publish(local, part):

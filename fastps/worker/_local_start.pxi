@@ -11,9 +11,9 @@ cdef inline int64_t offset_in(Local* local, const char* start, uint64_t nbytes) 
     return start - arena
 
 
-cdef void do_at_once(Local* local, Record* record) noexcept nogil:
+cdef void do_at_once(Local* local, TensorRecord* record) noexcept nogil:
     """Do a small operation on this thread, which is faster than waking another."""
-    cdef Task task
+    cdef RingTask task
     task.kind = TASK_SUM
     task.tensor_id = record.tensor_id
     task.version = record.version
@@ -26,7 +26,7 @@ cdef void do_at_once(Local* local, Record* record) noexcept nogil:
         do_chunk(local, record, &task, 0)
 
 
-cdef int find_mismatch(Local* local, Record* record) noexcept nogil:
+cdef int find_mismatch(Local* local, TensorRecord* record) noexcept nogil:
     """Return OK, or the failure of a rank, or E_MISMATCH where ranks started different ones."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
     cdef uint32_t rank
@@ -40,7 +40,7 @@ cdef int find_mismatch(Local* local, Record* record) noexcept nogil:
     return OK
 
 
-cdef int32_t choose_task(Local* local, Record* record) noexcept nogil:
+cdef int32_t choose_task(Local* local, TensorRecord* record) noexcept nogil:
     """Return the kind of task for each part of an operation that all ranks have started."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, record.version, 0)
     cdef uint32_t rank
@@ -56,7 +56,7 @@ cdef int32_t choose_task(Local* local, Record* record) noexcept nogil:
     return TASK_COPY if record.flags & FLAG_BROADCAST else TASK_SUM
 
 
-cdef void publish_operation(Local* local, Record* record) noexcept nogil:
+cdef void publish_operation(Local* local, TensorRecord* record) noexcept nogil:
     """Publish the tasks of an operation; called by the last rank to start it."""
     cdef int32_t kind
     cdef uint32_t i
@@ -71,12 +71,13 @@ cdef void publish_operation(Local* local, Record* record) noexcept nogil:
         publish(local, &record.parts[i], kind, OK, kind != TASK_DONE)
 
 
-cdef void call_off(Local* local, Record* record, int status, uint32_t culprit) noexcept nogil:
+cdef void call_off(Local* local, TensorRecord* record, int status,
+                   uint32_t culprit) noexcept nogil:
     """Cancel an operation that some rank has not started; local.arriving is held.
 
     An operation that all ranks have started, or that we have not, goes on.
     """
-    cdef LocalRecord* mine = local_of(record)
+    cdef LocalTensorRecord* mine = local_of(record)
     cdef int32_t* arrived = &mine.slot.arrived[record.version & 1]
     cdef int32_t count = fps_load32(arrived) if mine.is_counted else 0
     mine.is_counted = False
@@ -88,9 +89,9 @@ cdef void call_off(Local* local, Record* record, int status, uint32_t culprit) n
         count = fps_load32(arrived)
 
 
-cdef bint count_in(Local* local, Record* record) noexcept nogil:
+cdef bint count_in(Local* local, TensorRecord* record) noexcept nogil:
     """Count this rank in, unless it must cancel at once; return whether it is the last."""
-    cdef LocalRecord* mine = local_of(record)
+    cdef LocalTensorRecord* mine = local_of(record)
     cdef bint is_last
     cdef int status
     pthread_mutex_lock(&local.arriving)
@@ -105,9 +106,9 @@ cdef bint count_in(Local* local, Record* record) noexcept nogil:
     return is_last
 
 
-cdef void arrive(Local* local, Record* record) noexcept nogil:
+cdef void arrive(Local* local, TensorRecord* record) noexcept nogil:
     """Write down our arrays and count this rank in; the last rank publishes the tasks."""
-    cdef LocalRecord* mine = local_of(record)
+    cdef LocalTensorRecord* mine = local_of(record)
     cdef uint32_t parity = record.version & 1
     cdef Arrival* ours = arrival_of(local, mine.slot, record.version, local.me)
     ours.input = mine.input
@@ -123,11 +124,11 @@ cdef void arrive(Local* local, Record* record) noexcept nogil:
         publish_operation(local, record)
 
 
-cdef void reduce_run(Stage* stage, Part* part) noexcept nogil:
+cdef void reduce_run(Stage* stage, Partition* part) noexcept nogil:
     """Take a part; the operation starts for other ranks when all parts are here."""
     cdef Local* local = <Local*>stage.context
-    cdef Record* record = part.record
-    cdef LocalRecord* mine = local_of(record)
+    cdef TensorRecord* record = part.record
+    cdef LocalTensorRecord* mine = local_of(record)
     cdef int status = part.status if part.status != OK else fps_load32(&part.failing)
     fps_store32(&part.is_flying, 1)
     if status != OK:
@@ -137,7 +138,7 @@ cdef void reduce_run(Stage* stage, Part* part) noexcept nogil:
     arrive(local, record)
 
 
-cdef void reduce_cancel(Stage* stage, Part* part) noexcept nogil:
+cdef void reduce_cancel(Stage* stage, Partition* part) noexcept nogil:
     cdef Local* local = <Local*>stage.context
     if part.index == 0 and part.has & SHARED:
         pthread_mutex_lock(&local.arriving)
@@ -147,7 +148,7 @@ cdef void reduce_cancel(Stage* stage, Part* part) noexcept nogil:
 
 # ---------------------------------------------------------------- what servers sent back
 
-cdef void spread_run(Stage* stage, Part* part) noexcept nogil:
+cdef void spread_run(Stage* stage, Partition* part) noexcept nogil:
     """Publish the result of a part, or its failure, to the other ranks."""
     cdef Local* local = <Local*>stage.context
     fps_store32(&part.is_flying, 1)
@@ -158,7 +159,7 @@ cdef void spread_run(Stage* stage, Part* part) noexcept nogil:
     ring(local, local.me, True)
 
 
-cdef void spread_cancel(Stage* stage, Part* part) noexcept nogil:
+cdef void spread_cancel(Stage* stage, Partition* part) noexcept nogil:
     """Do nothing: a result goes to the other ranks even if the operation fails here."""
 
 
@@ -166,5 +167,5 @@ cdef void spread_cancel(Stage* stage, Part* part) noexcept nogil:
 
 cdef void lose_member(void* data, void* context) noexcept nogil:
     cdef Local* local = <Local*>context
-    if (<Record*>data).local != NULL:
-        call_off(local, <Record*>data, E_PEER_LOST, local.leaver)
+    if (<TensorRecord*>data).local != NULL:
+        call_off(local, <TensorRecord*>data, E_PEER_LOST, local.leaver)

@@ -3,13 +3,13 @@
 
 # ---------------------------------------------------------------- the end of a part here
 
-cdef void end_part(Part* part, int status) noexcept nogil:
+cdef void end_part(Partition* part, int status) noexcept nogil:
     """Pass a part on to the next stage, once."""
     if fps_swap32(&part.is_flying, 0):
         stage_done(part, status)
 
 
-cdef void end_record(Record* record, int status) noexcept nogil:
+cdef void end_record(TensorRecord* record, int status) noexcept nogil:
     """End all parts of an operation that is over on all ranks alike."""
     cdef uint32_t i
     for i in range(record.n_parts):
@@ -19,20 +19,20 @@ cdef void end_record(Record* record, int status) noexcept nogil:
 
 
 cdef void fail_record(void* data, void* context) noexcept nogil:
-    end_record(<Record*>data, fps_load32(&(<Local*>context).plan.status))
+    end_record(<TensorRecord*>data, fps_load32(&(<Local*>context).plan.status))
 
 
-cdef void take_result(Local* local, Part* part) noexcept nogil:
+cdef void take_result(Local* local, Partition* part) noexcept nogil:
     """Copy the result from the shadow copy to a private output."""
-    cdef LocalRecord* mine = local_of(part.record)
+    cdef LocalTensorRecord* mine = local_of(part.record)
     if mine.is_shadowed and part.record.output != NULL:
         fps_copy(part.record.output + part.offset,
                  local.arenas[local.me] + mine.shadow + part.offset, part.nbytes, 0)
 
 
-cdef void act_on(Local* local, Record* record, Task* task) noexcept nogil:
+cdef void act_on(Local* local, TensorRecord* record, RingTask* task) noexcept nogil:
     """Act on the end of a task of an operation that is in flight here."""
-    cdef Part* part = &record.parts[task.part]
+    cdef Partition* part = &record.parts[task.part]
     if task.status != OK:
         record.culprit = task.culprit
         if task.kind == TASK_DONE:
@@ -49,9 +49,9 @@ cdef void act_on(Local* local, Record* record, Task* task) noexcept nogil:
     end_part(part, OK)
 
 
-cdef void pass_task(Local* local, Task* task) noexcept nogil:
+cdef void pass_task(Local* local, RingTask* task) noexcept nogil:
     """Act on the end of a task, and count this rank as past it."""
-    cdef Record* record = <Record*>table_get(&local.plan.records, task.tensor_id)
+    cdef TensorRecord* record = <TensorRecord*>table_get(&local.plan.records, task.tensor_id)
     if record != NULL and record.version == task.version != record.born:
         act_on(local, record, task)
     fps_add32(&task.users, -1)
@@ -75,7 +75,7 @@ cdef void copy_to_others(Local* local, Arrival* arrivals, const char* source, ui
             pooled_copy(output_of(local, arrivals, rank) + offset, source, nbytes, 0, of)
 
 
-cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* result,
+cdef int sum_inputs(Local* local, LocalTensorRecord* mine, Arrival* arrivals, char* result,
                     uint64_t offset, uint64_t nbytes, uint64_t of,
                     bint is_average) noexcept nogil:
     """Add all inputs in rank order; result may be one of them."""
@@ -88,7 +88,8 @@ cdef int sum_inputs(Local* local, LocalRecord* mine, Arrival* arrivals, char* re
                        mine.itemsize, &divisor, of)
 
 
-cdef void do_chunk(Local* local, Record* record, Task* task, int32_t chunk) noexcept nogil:
+cdef void do_chunk(Local* local, TensorRecord* record, RingTask* task,
+                   int32_t chunk) noexcept nogil:
     """Do one chunk of a task, for all ranks."""
     cdef Arrival* arrivals = arrival_of(local, local_of(record).slot, task.version, 0)
     cdef uint64_t offset = task.offset + <uint64_t>chunk * task.chunk_bytes
@@ -113,16 +114,16 @@ cdef void do_chunk(Local* local, Record* record, Task* task, int32_t chunk) noex
             copy_to_others(local, arrivals, result, target, offset, nbytes, task.nbytes)
 
 
-cdef bint take_chunk(Local* local, Task* task) noexcept nogil:
+cdef bint take_chunk(Local* local, RingTask* task) noexcept nogil:
     """Do one chunk that nobody has taken yet; False: there is none left."""
-    cdef Record* record
+    cdef TensorRecord* record
     cdef int32_t chunk
     if fps_load32(&task.ticket) >= task.n_chunks:
         return False
     chunk = fps_add32(&task.ticket, 1) - 1
     if chunk >= task.n_chunks:
         return False
-    record = <Record*>table_get(&local.plan.records, task.tensor_id)
+    record = <TensorRecord*>table_get(&local.plan.records, task.tensor_id)
     do_chunk(local, record, task, chunk)
     if fps_add32(&task.done, 1) == task.n_chunks:
         ring_others(local, task.kind == TASK_REDUCE or task.kind == TASK_SHARE)
@@ -133,7 +134,7 @@ cdef bint settle_trailing(Local* local) noexcept nogil:
     """Pass tasks whose last chunks others have done by now."""
     cdef int i = 0
     cdef bint has_moved = False
-    cdef Task* task
+    cdef RingTask* task
     while i < local.n_trailing:
         task = local.trailing[i]
         if fps_load32(&task.done) < task.n_chunks:
@@ -160,17 +161,17 @@ cdef inline int64_t* stage_flag(Local* local, uint32_t rank, int64_t number,
     return &(<Flag*>(local.flags + (rank * 2 * STAGE_SLOTS + slot) * FLAG_BYTES)).number
 
 
-cdef inline uint32_t stage_owner(Local* local, Task* task, int64_t chunk) noexcept nogil:
+cdef inline uint32_t stage_owner(Local* local, RingTask* task, int64_t chunk) noexcept nogil:
     """Return the rank that sums a chunk, or the root of a broadcast."""
     return task.root if task.flags & FLAG_BROADCAST else <uint32_t>(chunk % local.n)
 
 
-cdef inline uint64_t stage_length(Task* task, int64_t chunk) noexcept nogil:
+cdef inline uint64_t stage_length(RingTask* task, int64_t chunk) noexcept nogil:
     cdef uint64_t left = task.nbytes - <uint64_t>chunk * task.chunk_bytes
     return left if left < task.chunk_bytes else task.chunk_bytes
 
 
-cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
+cdef bint stage_in(Local* local, TensorRecord* record, RingTask* task) noexcept nogil:
     """Stage our bytes of a chunk that another rank sums.
 
     A slot is free again once we have taken out the chunk that lay in it.
@@ -190,7 +191,7 @@ cdef bint stage_in(Local* local, Record* record, Task* task) noexcept nogil:
     return True
 
 
-cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
+cdef bint can_sum(Local* local, RingTask* task, int64_t number) noexcept nogil:
     """Return whether all others have staged a chunk and freed the result slot of it."""
     cdef uint32_t rank
     for rank in range(local.n):
@@ -204,9 +205,9 @@ cdef bint can_sum(Local* local, Task* task, int64_t number) noexcept nogil:
     return True
 
 
-cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
+cdef bint stage_sum(Local* local, TensorRecord* record, RingTask* task) noexcept nogil:
     """Sum a chunk that is ours, for all ranks."""
-    cdef LocalRecord* mine = local_of(record)
+    cdef LocalTensorRecord* mine = local_of(record)
     cdef const void* sources[MAX_LOCAL]
     cdef int64_t divisor = local.n_workers if task.flags & FLAG_AVERAGE else 1
     cdef int64_t chunk = local.stage_sum
@@ -241,7 +242,7 @@ cdef bint stage_sum(Local* local, Record* record, Task* task) noexcept nogil:
     return True
 
 
-cdef bint stage_out(Local* local, Record* record, Task* task) noexcept nogil:
+cdef bint stage_out(Local* local, TensorRecord* record, RingTask* task) noexcept nogil:
     """Take the result of a chunk that another rank has made."""
     cdef int64_t chunk = local.stage_out
     cdef int64_t number = local.staged + chunk
@@ -262,9 +263,9 @@ cdef bint stage_out(Local* local, Record* record, Task* task) noexcept nogil:
     return True
 
 
-cdef bint step_staged(Local* local, Task* task) noexcept nogil:
+cdef bint step_staged(Local* local, RingTask* task) noexcept nogil:
     """Move a staged task on by up to one chunk of each kind; one of the two arrays is private."""
-    cdef Record* record = <Record*>table_get(&local.plan.records, task.tensor_id)
+    cdef TensorRecord* record = <TensorRecord*>table_get(&local.plan.records, task.tensor_id)
     cdef bint has_moved = stage_in(local, record, task)
     has_moved |= stage_sum(local, record, task)
     has_moved |= stage_out(local, record, task)
@@ -282,7 +283,7 @@ cdef bint step_staged(Local* local, Task* task) noexcept nogil:
 
 cdef bint step(Local* local) noexcept nogil:
     """Do one piece of work, if there is any; the runner's lock is held."""
-    cdef Task* task
+    cdef RingTask* task
     cdef bint has_moved = pipes_step(local.pipes)
     if fps_load32(&local.plan.status) != OK:
         fps_swap_ptr(<void**>&local.crowded, NULL)

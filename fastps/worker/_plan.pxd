@@ -2,8 +2,8 @@
 # The plan and its tensors, and what the ranks of one machine share; the seam of a stage stands in
 # _stage.pxd.
 #
-# Control memory:  Control | Cell per rank | staging flags | Task x RING_TASKS | Slot per tensor |
-#                  pipes
+# Control memory:  Control | Cell per rank | staging flags | RingTask x RING_TASKS |
+#                  Slot per tensor | pipes
 # Arena of a rank: its staging slots, then blocks of arrays
 from cpython.ref cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
@@ -11,7 +11,7 @@ from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from fastps._core cimport Completion, Thread, rule_fn
 from fastps.native.posix cimport cpu_set_t, pthread_mutex_t
 from fastps.transport.pipe._transport cimport Pipes, PipeTransport
-from fastps.worker._stage cimport Part, Plan, Record, Stage
+from fastps.worker._stage cimport Partition, Plan, Stage, TensorRecord
 
 cdef class StageHolder:         # what a stage consists of; a plan keeps it
     cdef Stage stage
@@ -35,11 +35,11 @@ cdef class PlannedTensor:
     cdef readonly object layout     # what was declared: a control.protocol.Layout,
     cdef object shape           # its shape,
     cdef object dtype           # and the dtype of arrays that fit; None: nothing does
-    cdef Record record
+    cdef TensorRecord record
     cdef PlanHolder plan        # keeps it
     cdef list coders            # of the partitions with a codec; keeps them,
     cdef object wire            # and the memory of what they encode
-    cdef float learning_rate    # of the last operation that told one, else 0
+    cdef float learning_rate    # of the last operation that named one, else 0
     cdef public bint is_plain   # what is pushed next travels as it is, and so does the answer
     cdef public bint is_compensated     # servers want to know it, and get it with each push
     cdef object shadow          # keeps a copy's memory that others of our machine reach
@@ -103,7 +103,10 @@ cdef enum TaskKind:
     TASK_PULL = 7               # nothing to do but to pull the part
     TASK_PUBLISH = 8            # the pusher's output, where the result landed, to all others
 
-cdef struct Task:               # a piece of work for the ranks of this machine
+# Work for all ranks of this machine: a range of a tensor to sum or copy, in chunks. It is a slot
+# of the ring in shared memory: one rank publishes it, any rank takes chunks by counting `ticket`,
+# and every rank passes it once.
+cdef struct RingTask:
     int64_t number              # its place in the ring plus 1, once published
     int32_t users               # ranks that have yet to pass it; 0: free
     int32_t kind
@@ -135,7 +138,9 @@ cdef struct Slot:               # one tensor; Arrival[2][n] follows, by parity o
     int32_t pad[14]
 
 # ---- this rank's own ----
-cdef struct LocalRecord:        # of one declared tensor
+# What the stages of shared memory keep of a declared tensor; its TensorRecord owns it. The thread
+# that starts an operation sets it; n_come and failure are for every thread.
+cdef struct LocalTensorRecord:
     uint32_t itemsize
     rule_fn kernel              # sums, and divides by what the last argument points to
     Slot* slot
@@ -145,7 +150,7 @@ cdef struct LocalRecord:        # of one declared tensor
     int64_t output
     int32_t n_come              # parts that have come from the stage before; atomic
     int32_t failure             # OK, or with which status one of them came
-    bint is_counted             # we are among those that arrived
+    bint is_counted             # this rank is among those that arrived
 
 cdef struct Local:
     Stage reduce                # first: among the ranks of this machine
@@ -155,7 +160,7 @@ cdef struct Local:
     uint32_t me
     uint32_t slot_bytes
     uint32_t stage_bytes        # of a staging slot
-    uint32_t n_workers          # of the whole job: what an average divides by
+    uint32_t n_workers          # of the whole job: the divisor of an average
     bint has_room               # whether we have a core more, for the helper
     Control* control
     char* cells
@@ -175,15 +180,15 @@ cdef struct Local:
     int32_t core                # which one that is; atomic
     int64_t followed_at         # when that was seen; atomic
     cpu_set_t cpus              # where it may run
-    Part* crowded               # to be published, when the ring has room; atomic
-    Part* overflow              # taken from it by the runner, and next; written by it alone
+    Partition* crowded          # to be published, when the ring has room; atomic
+    Partition* overflow         # taken from it by the runner, and next; written by it alone
     pthread_mutex_t lock        # the runner's: all below
     int64_t cursor              # tasks passed
     int64_t staged              # staged chunks of the tasks before the cursor
     int64_t stage_in            # of the task at the cursor: chunks staged,
     int64_t stage_sum           # summed,
     int64_t stage_out           # and copied out
-    Task* trailing[MAX_LOCAL + 2]   # passed by us, a chunk still in somebody's hands
+    RingTask* trailing[MAX_LOCAL + 2]   # passed by us, a chunk still in somebody's hands
     int n_trailing
     int64_t bytes_registered    # statistics; GIL
     int64_t bytes_staged

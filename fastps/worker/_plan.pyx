@@ -37,7 +37,7 @@ from fastps.transport._link cimport Mapping
 from fastps.transport.frame cimport FLAG_AVERAGE, FLAG_BROADCAST, FLAG_PLAIN, KEY_BITS, KIND_PULL
 from fastps.transport.pipe._transport cimport PipeTransport, pipes_has_news, pipes_step
 from fastps.worker._stage cimport (
-    CODED, MAX_STAGES, OWES, SHARED, SPEAKS, Part, Record, Stage, key_of, stage_done,
+    CODED, MAX_STAGES, OWES, SHARED, SPEAKS, Partition, Stage, TensorRecord, key_of, stage_done,
 )
 
 from numpy import ndarray

@@ -3,13 +3,13 @@
 
 # ---------------------------------------------------------------- the end of a part
 
-cdef void trace_span_of(Part* part, int kind, int64_t began, int64_t ended) noexcept nogil:
+cdef void trace_span_of(Partition* part, int kind, int64_t began, int64_t ended) noexcept nogil:
     if began >= part.since and ended > began:      # else it began before the trace
         trace_span(kind, key_of(part), part.record.version, part.sending.owner, part.wire_bytes,
                    began, ended)
 
 
-cdef void trace_links(Part* part) noexcept nogil:
+cdef void trace_links(Partition* part) noexcept nogil:
     """Write down what the links did with a part, from its start to its result."""
     cdef Sending* sending = part.sending
     trace_span_of(part, SPAN_QUEUE, sending.item.queued, sending.item.taken)
@@ -18,7 +18,7 @@ cdef void trace_links(Part* part) noexcept nogil:
     trace_span_of(part, SPAN_PULL, sending.first_landed, sending.landed)
 
 
-cdef inline void count_end(Part* part, Link* link) noexcept nogil:
+cdef inline void count_end(Partition* part, Link* link) noexcept nogil:
     """Count that a part has left, or has its outcome; after both it goes on.
 
     link: NULL, or where credit goes back for chunks that will have no result.
@@ -33,7 +33,7 @@ cdef inline void count_end(Part* part, Link* link) noexcept nogil:
     stage_done(part, sending.outcome)
 
 
-cdef inline void finish_part(Part* part, Link* link, int status) noexcept nogil:
+cdef inline void finish_part(Partition* part, Link* link, int status) noexcept nogil:
     """Set the outcome of a part; only the first call counts."""
     cdef Sending* sending = part.sending
     if fps_swap32(&sending.is_waiting, 0):
@@ -43,7 +43,7 @@ cdef inline void finish_part(Part* part, Link* link, int status) noexcept nogil:
         count_end(part, link)
 
 
-cdef void fail_landed(Part* part, Link* link) noexcept nogil:
+cdef void fail_landed(Partition* part, Link* link) noexcept nogil:
     """Fail a part unless bytes are just coming into the user's memory: `deliver` does it then."""
     fps_fence()
     if not fps_load32(&part.sending.is_landing):
@@ -51,7 +51,7 @@ cdef void fail_landed(Part* part, Link* link) noexcept nogil:
 
 
 cdef void part_sent(SendItem* item, int status) noexcept nogil:
-    cdef Part* part = <Part*>item.context
+    cdef Partition* part = <Partition*>item.context
     if tracing.is_on:
         part.sending.left = now_ns()
     # A link that ended fails its parts by engine_closed, and takes no credit back.
@@ -60,17 +60,17 @@ cdef void part_sent(SendItem* item, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- records that I/O threads read
 
-cdef inline bint is_coded(Part* part) noexcept nogil:
+cdef inline bint is_coded(Partition* part) noexcept nogil:
     """Return whether the operation's elements travel encoded."""
     return part.wire != NULL and not part.record.flags & FLAG_PLAIN
 
 
-cdef inline uint32_t bytes_of(Part* part) noexcept nogil:
+cdef inline uint32_t bytes_of(Partition* part) noexcept nogil:
     """Return the bytes of a part on the wire, pushed or answered."""
     return part.wire_bytes if is_coded(part) else <uint32_t>part.nbytes
 
 
-cdef inline char* landing_of(Part* part) noexcept nogil:
+cdef inline char* landing_of(Partition* part) noexcept nogil:
     """Return where results of a part land; NULL: no result is wanted."""
     if is_coded(part):
         return part.wire
@@ -94,33 +94,33 @@ cdef inline uint32_t lanes_to(Remote* remote, uint32_t owner) noexcept nogil:
     return remote.first[owner + 1] - remote.first[owner]
 
 
-cdef inline Part* find_part(Remote* remote, Link* link, uint64_t key) noexcept nogil:
+cdef inline Partition* find_part(Remote* remote, Link* link, uint64_t key) noexcept nogil:
     """Return the part of a key that travels by this link, or NULL; its lane is marked as read."""
-    cdef Record* record = <Record*>table_get(&remote.plan.records, key >> KEY_BITS)
+    cdef TensorRecord* record = <TensorRecord*>table_get(&remote.plan.records, key >> KEY_BITS)
     cdef uint32_t index = <uint32_t>(key & ((1 << KEY_BITS) - 1))
     if record == NULL or index >= record.n_parts:
         return NULL
     return &record.parts[index] if record.sendings[index].slot.link == link else NULL
 
 
-cdef inline bint is_stale_frame(Remote* remote, const Header* header) noexcept nogil:
-    """Return whether a frame is for a tensor that was forgotten; its id may be in use again.
+cdef inline bint is_late_frame_of_forgotten(Remote* remote, const Header* header) noexcept nogil:
+    """Return whether a late frame is of a tensor that was forgotten; its id may be in use again.
 
-    Results and errors of rounds that failed here may come long after, and are ignored.
+    Results and errors of rounds that failed here may come long after. find_place() drops them.
     """
     cdef uint64_t number = header.key >> KEY_BITS
-    cdef Record* record = <Record*>table_get(&remote.plan.records, number)
+    cdef TensorRecord* record = <TensorRecord*>table_get(&remote.plan.records, number)
     cdef uint64_t last = (<uint64_t>table_get(&remote.plan.forgotten, number) if record == NULL
                           else record.born)
     return 0 < header.key_version <= last
 
 
-cdef inline bint is_late(Part* part, const Header* header) noexcept nogil:
-    """Return whether a result came after its round failed here."""
+cdef inline bint is_late_frame(Partition* part, const Header* header) noexcept nogil:
+    """Return whether a result came after its round failed here. find_place() drops it."""
     return header.key_version != part.record.version or not fps_load32(&part.sending.is_waiting)
 
 
-cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
+cdef inline bint is_expected(Partition* part, const Header* header) noexcept nogil:
     cdef Sending* sending = part.sending
     cdef uint32_t left = bytes_of(part) - sending.received
     if header.kind == KIND_ERROR:
@@ -136,15 +136,15 @@ cdef inline bint is_expected(Part* part, const Header* header) noexcept nogil:
 
 cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept nogil:
     """Return where a frame's bytes go; NULL: the frame is not valid on this link."""
-    cdef Part* part
+    cdef Partition* part
     if header.length > remote.discard_bytes:
         return NULL
-    if is_stale_frame(remote, header):
+    if is_late_frame_of_forgotten(remote, header):
         return remote.discard
     part = find_part(remote, link, header.key)
     if part == NULL or header.key_version > part.record.version:
         return NULL
-    if is_late(part, header):
+    if is_late_frame(part, header):
         return remote.discard
     if not is_expected(part, header):
         return NULL
@@ -160,7 +160,7 @@ cdef void* find_place(Remote* remote, Link* link, const Header* header) noexcept
     return landing_of(part) + header.offset
 
 
-cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
+cdef void take_in(Partition* part, Link* link, const Header* header) noexcept nogil:
     """Count bytes that landed, or take the error that came instead."""
     cdef Sending* sending = part.sending
     sending.received += header.length
@@ -175,8 +175,8 @@ cdef void take_in(Part* part, Link* link, const Header* header) noexcept nogil:
         finish_part(part, link, OK)
 
 
-cdef void deliver_to(Part* part, Link* link, const Header* header) noexcept nogil:
-    if not is_late(part, header) and fps_load32(&part.failing) == OK:
+cdef void deliver_to(Partition* part, Link* link, const Header* header) noexcept nogil:
+    if not is_late_frame(part, header) and fps_load32(&part.failing) == OK:
         take_in(part, link, header)
     fps_store32(&part.sending.is_landing, 0)
     fps_fence()
@@ -203,7 +203,7 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
     """Return where later results of a part land while operations use the same output."""
     cdef Remote* remote = <Remote*>context
     cdef Lane* lane = enter_callback(remote, link)
-    cdef Part* part
+    cdef Partition* part
     cdef void* place = NULL
     part = find_part(remote, link, header.key)
     if (part != NULL and header.kind == KIND_RESULT and not is_early_broadcast(header)
@@ -218,7 +218,7 @@ cdef void* engine_standing(void* context, Link* link, const Header* header) noex
 cdef int engine_deliver(void* context, Link* link, const Header* header) noexcept nogil:
     cdef Remote* remote = <Remote*>context
     cdef Lane* lane = enter_callback(remote, link)
-    cdef Part* part
+    cdef Partition* part
     probe_hit(PROBE_WORKER_RESULT, header.key, header.key_version)
     part = find_part(remote, link, header.key)
     if part != NULL:
@@ -231,7 +231,7 @@ cdef void engine_withdrawn(void* context, Link* link, uint64_t key) noexcept nog
     """Fail a part that waited until no result can be written to its promised place."""
     cdef Remote* remote = <Remote*>context
     cdef Lane* lane = enter_callback(remote, link)
-    cdef Part* part
+    cdef Partition* part
     part = find_part(remote, link, key)
     if part != NULL and fps_load32(&part.failing):
         part.sending.is_withdrawn = True
@@ -247,7 +247,7 @@ cdef struct Ending:
 
 
 cdef void lose_record(void* data, void* context) noexcept nogil:
-    cdef Record* record = <Record*>data
+    cdef TensorRecord* record = <TensorRecord*>data
     cdef Ending* ending = <Ending*>context
     cdef uint32_t i
     for i in range(record.n_parts):
@@ -290,9 +290,9 @@ cdef void engine_closed(void* context, Link* link, int status) noexcept nogil:
 
 # ---------------------------------------------------------------- the stage
 
-cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
+cdef void fill_part(Partition* part, Remote* remote) noexcept nogil:
     cdef Sending* sending = part.sending
-    cdef Record* record = part.record
+    cdef TensorRecord* record = part.record
     cdef Header* header = &sending.item.header
     cdef bint is_push = record.kind == KIND_PUSH and part.status == OK
     header.kind = KIND_PUSH if is_push else KIND_PULL
@@ -310,7 +310,7 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
         if is_coded(part):
             sending.item.payload = part.wire
     sending.item.nbytes = bytes_of(part) if is_push else 0
-    sending.item.is_credited = (is_push and not record.is_late
+    sending.item.is_credited = (is_push and not record.waits_for_whole
                                 and not record.flags & FLAG_BROADCAST)
     sending.received = 0
     sending.is_withdrawn = False
@@ -318,7 +318,7 @@ cdef void fill_part(Part* part, Remote* remote) noexcept nogil:
     fps_swap32(&sending.is_waiting, 1)
 
 
-cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
+cdef int send_part(Partition* part, LinkSlot* slot) noexcept nogil:
     """Queue a part on its link; results land where its owner knows, or that is taken back."""
     cdef Sending* sending = part.sending
     cdef Link* link = slot_acquire(slot)
@@ -335,7 +335,7 @@ cdef int send_part(Part* part, LinkSlot* slot) noexcept nogil:
     return status
 
 
-cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
+cdef void remote_run(Stage* stage, Partition* part) noexcept nogil:
     """Send a part; where our machine's ranks disagree, join the round without a contribution.
 
     The round then fails for all members. They learn of other failures in other ways.
@@ -355,7 +355,7 @@ cdef void remote_run(Stage* stage, Part* part) noexcept nogil:
         count_end(part, NULL)
 
 
-cdef void remote_cancel(Stage* stage, Part* part) noexcept nogil:
+cdef void remote_cancel(Stage* stage, Partition* part) noexcept nogil:
     """Fail a part for which a result may be under way, as soon as nothing lands any more."""
     cdef Sending* sending = part.sending
     cdef LinkSlot* slot = sending.slot
@@ -383,7 +383,7 @@ cdef void kick_links(Remote* remote, int kick) noexcept nogil:
             slot_release(&remote.links[i].slot)
 
 
-cdef void withdraw_parts(Record* record) noexcept nogil:
+cdef void withdraw_parts(TensorRecord* record) noexcept nogil:
     """Withdraw the promised places of a tensor that is forgotten, at both ends."""
     cdef LinkSlot* slot
     cdef Link* link

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# The worker's plan: the stages that each part of a tensor visits, one after another.
+# The worker's plan: the stages that each partition (`part`) of a tensor visits, one after another.
 #
 # A stage gets a part by run() and has it until it says stage_done(): when neither its threads nor
 # its peers touch the part's memory any more. One stage has a part at a time, and writes those of
 # its fields that are not marked atomic. run() and cancel() come from any thread, with or without
 # the GIL, under whatever lock the stage before holds: they do not wait.
 #
-# A part that failed visits only the stages that tell others of it. Part.failing asks the stage
-# that has the part to give it up: cancel() is called on all, and run() looks at it again after it
+# A part that failed visits only stages with runs_failed. Partition.failing asks the stage that has
+# the part to give it up: cancel() is called on all, and run() looks at it again after it
 # has taken the part; so one of the two sees the other.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
@@ -22,7 +22,7 @@ from fastps.native.id_table cimport IdTable
 from fastps.transport._link cimport LinkSlot, SendItem
 from fastps.transport.frame cimport KEY_BITS
 
-cdef struct Part
+cdef struct Partition
 cdef struct Sending
 cdef struct Plan
 
@@ -35,15 +35,17 @@ cdef enum:
     SHARED = 8                  # workers of our machine make one contribution of theirs
 
 cdef struct Stage:
-    void (*run)(Stage* stage, Part* part) noexcept nogil
+    void (*run)(Stage* stage, Partition* part) noexcept nogil
     # Give up a part if it is here, with part.failing, as soon as nothing touches its memory.
-    void (*cancel)(Stage* stage, Part* part) noexcept nogil
+    void (*cancel)(Stage* stage, Partition* part) noexcept nogil
     void* context
     uint32_t wants              # the part must have all of it
-    bint tells                  # others wait here: parts that failed before come by too
+    bint runs_failed            # run() gets parts that failed before: other ranks wait here
     int span                    # SpanKind of a part's time here; SPAN_NONE: it says that itself
 
-cdef struct Record:             # one declared tensor and its operation in flight
+# A declared tensor on this worker, and its one operation in flight. A PlannedTensor owns it. The
+# thread that starts an operation sets it under the GIL; links' threads read it.
+cdef struct TensorRecord:
     Plan* plan
     uint64_t tensor_id
     uint64_t nbytes
@@ -52,7 +54,7 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     uint32_t born               # version of the last operation before it was declared
     uint32_t version            # of the operation in flight, or of the last one
     uint32_t n_parts
-    Part* parts
+    Partition* parts
     Sending* sendings           # of the parts; NULL without links
     Completion done             # one part per part
     const char* input           # borrowed from the user; NULL: brings nothing
@@ -69,13 +71,16 @@ cdef struct Record:             # one declared tensor and its operation in fligh
     uint32_t place              # and its place in our machine
     uint32_t culprit            # rank that made the operation fail
     bint is_timed               # counts in plan.flying
-    bint is_late                # no result begins before all is pushed: takes no credit
+    bint waits_for_whole        # no result begins before all is pushed: takes no credit
     bint adds                   # what comes back encoded is by how much a value has changed
     float ratio                 # of the last learning rate to that of the operation in flight
-    void* local                 # LocalRecord, NULL on a machine of our own
+    void* local                 # LocalTensorRecord, NULL on a machine of our own
 
-cdef struct Part:               # one partition, a task of BytePS; or a whole tensor
-    Record* record
+# One partition of a tensor, or the whole of it without servers, and its place in the plan (BytePS:
+# a task). Its TensorRecord owns it. The stage that has it changes it, on any thread; every thread
+# may change atomic fields.
+cdef struct Partition:
+    TensorRecord* record
     uint64_t offset             # within the tensor, bytes
     uint64_t nbytes
     uint32_t index
@@ -93,10 +98,12 @@ cdef struct Part:               # one partition, a task of BytePS; or a whole te
     int32_t is_flying           # with it; whoever swaps it to 0 ends that; atomic
     int32_t task                # what is to be published of it,
     int news                    # with which status
-    Part* next                  # of those that the ring had no room for
+    Partition* next             # of those that the ring had no room for
     Sending* sending            # what the links keep of it; NULL: there are none
 
-cdef struct Sending:            # of a part that goes to its owner
+# The PUSH or PULL of a partition on the link to its owner, and the result so far. It lives as long
+# as its Partition. The stage of the links changes it, in run() and on the link's thread.
+cdef struct Sending:
     SendItem item               # its PUSH or PULL; lent to the link while in flight
     LinkSlot* slot              # link to its owner
     uint32_t owner
@@ -130,14 +137,14 @@ cdef struct Plan:
     void* worker
 
 
-cdef inline uint64_t key_of(Part* part) noexcept nogil:
+cdef inline uint64_t key_of(Partition* part) noexcept nogil:
     """Return the key of a part."""
     return part.record.tensor_id << KEY_BITS | part.index
 
 
-cdef inline void trace_stage(Part* part) noexcept nogil:
+cdef inline void trace_stage(Partition* part) noexcept nogil:
     """Write down how long a stage had a part, and begin the time of the next."""
-    cdef Record* record = part.record
+    cdef TensorRecord* record = part.record
     cdef int64_t now = now_ns()
     cdef int span = SPAN_NONE if part.at < 0 else record.plan.stages[part.at].span
     if span != SPAN_NONE:
@@ -152,18 +159,16 @@ cdef inline void land_part(Plan* plan) noexcept nogil:
         fps_add64(&plan.busy_ns, now_ns() - since)
 
 
-cdef inline void stage_done(Part* part, int status) noexcept nogil:
-    """Pass a part on from a stage to the next, or end it. The caller must not touch it again."""
+cdef inline void run_next_stage(Partition* part) noexcept nogil:
+    """Run the next stage that a part visits, or the first at its start; after the last end it."""
     cdef Plan* plan = part.record.plan
     cdef Stage* stage
     if is_traced(part.record.version):
         trace_stage(part)
-    if part.status == OK:
-        part.status = status
     while part.at + 1 < plan.n_stages:
         part.at += 1
         stage = plan.stages[part.at]
-        if not stage.wants & ~part.has and (part.status == OK or stage.tells):
+        if not stage.wants & ~part.has and (part.status == OK or stage.runs_failed):
             stage.run(stage, part)
             return
     if part.record.is_timed:
@@ -173,7 +178,14 @@ cdef inline void stage_done(Part* part, int status) noexcept nogil:
         plan.rouse(plan.worker)
 
 
-cdef inline bint begins_with(Record* record, Stage* stage) noexcept nogil:
+cdef inline void stage_done(Partition* part, int status) noexcept nogil:
+    """Pass a part on from the stage that had it. The stage must not touch the part again."""
+    if part.status == OK:
+        part.status = status
+    run_next_stage(part)
+
+
+cdef inline bint begins_with(TensorRecord* record, Stage* stage) noexcept nogil:
     """Return whether a record's parts come to this stage first."""
     cdef Plan* plan = record.plan
     cdef int i
@@ -183,10 +195,10 @@ cdef inline bint begins_with(Record* record, Stage* stage) noexcept nogil:
     return False
 
 
-cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
+cdef inline void start_parts(TensorRecord* record, bint is_owed) noexcept nogil:
     """Send every part of a record on its way; is_owed: results come back for our machine."""
     cdef Plan* plan = record.plan
-    cdef Part* part
+    cdef Partition* part
     cdef uint32_t i
     completion_reset(&record.done, record.n_parts)
     record.is_timed = plan.is_timed
@@ -200,10 +212,10 @@ cdef inline void start_parts(Record* record, bint is_owed) noexcept nogil:
         part.has = part.has & ~<uint32_t>OWES | (OWES if is_owed else 0)
         fps_store32(&part.failing, OK)
     for i in range(record.n_parts):
-        stage_done(&record.parts[i], OK)
+        run_next_stage(&record.parts[i])
 
 
-cdef inline void fail_part(Part* part, int status) noexcept nogil:
+cdef inline void fail_part(Partition* part, int status) noexcept nogil:
     """Make the stage that has a part give it up."""
     cdef Plan* plan = part.record.plan
     cdef int i

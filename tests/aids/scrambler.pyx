@@ -13,7 +13,7 @@ from fastps._core cimport (
     thread_create, thread_join,
 )
 from fastps.native.atomic cimport fps_load32, fps_store32
-from fastps.worker._stage cimport SPEAKS, Part, Stage, key_of, stage_done
+from fastps.worker._stage cimport SPEAKS, Partition, Stage, key_of, stage_done
 from fastps.worker._plan cimport StageHolder
 
 cdef struct Pipe:
@@ -24,7 +24,7 @@ cdef struct Pipe:
 
 cdef void pipe_main(void* arg) noexcept nogil:
     cdef Pipe* pipe = <Pipe*>arg
-    cdef Part* part
+    cdef Partition* part
     cdef char* start
     cdef uint64_t i
     cdef int status
@@ -38,14 +38,14 @@ cdef void pipe_main(void* arg) noexcept nogil:
         stage_done(part, status)
 
 
-cdef void pipe_run(Stage* stage, Part* part) noexcept nogil:
+cdef void pipe_run(Stage* stage, Partition* part) noexcept nogil:
     cdef Pipe* pipe = <Pipe*>stage.context
     cdef int status = queue_push(pipe.queue, part.record.priority, key_of(part), 0, part)
     if status != OK:            # closed
         stage_done(part, status)
 
 
-cdef void pipe_cancel(Stage* stage, Part* part) noexcept nogil:
+cdef void pipe_cancel(Stage* stage, Partition* part) noexcept nogil:
     """The thread looks at part.failing; nothing keeps a part here for long."""
 
 

@@ -83,7 +83,7 @@ class House:
                 engine.declare(
                     0, "t", nbytes=self.count * size, dtype=dtype, chunk_bytes=CHUNK,
                     itemsize=size, partitions=[(*piece, 0) for piece in pieces], is_ruled=True,
-                    is_late=True, adds=is_coded, frame_bytes=frame,
+                    waits_for_whole=True, adds=is_coded, frame_bytes=frame,
                     coders=list(coders(coding, rank, pushes=True).values()) if is_coded else None,
                 )
             )  # fmt: skip
