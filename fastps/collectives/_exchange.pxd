@@ -32,12 +32,12 @@ cdef enum EntryKind:
     COUNT_IN = 9                # and received
     FAILED = 10                 # an operation failed here: what still comes of it is not foreign
     REMINDED = 11               # others were, of messages on a channel that may come unasked
-    LATE = 12                   # what the next operation on a channel has to tell of one before
-    HEARD = 13                  # of a channel; nbytes: the last operation that was a mismatch here
+    LATE_ERROR = 12             # of an operation that is over: the next on the channel reports it
+    REPORTED = 13               # to our user; nbytes: the channel's last operation that mismatched
 
-cdef struct Leg
+cdef struct ActiveStep
 cdef struct State
-cdef struct Task
+cdef struct OperationTask
 
 cdef struct Entry:              # of the table
     Entry* next
@@ -46,9 +46,9 @@ cdef struct Entry:              # of the table
     uint32_t label              # which of the messages between two members
     uint32_t peer
     int32_t what                # EntryKind
-    uint32_t nbytes             # REFUSED, LATE: the member that told us
+    uint32_t nbytes             # REFUSED, LATE_ERROR: the member that sent the refusal
     uint8_t dtype
-    uint8_t code                # of the operation; LATE: see OWN; FAILED, REFUSED: Task.differs
+    uint8_t code                # of the operation; LATE_ERROR: LATE_*; FAILED, REFUSED: `differs`
     uint16_t form               # of the shapes that both ends have to mean; 0: of none
     bint is_whole               # there is one place for all of it, and it is no sum, still cached
     int32_t status              # REFUSED: why
@@ -56,16 +56,16 @@ cdef struct Entry:              # of the table
     char* payload               # EARLY
     Entry* newer                # EARLY: the next in the list of all of them
     Entry* older
-    Leg* leg                    # WANTED, HELD, ANYBODY
+    ActiveStep* step            # WANTED, HELD, ANYBODY
 
-cdef enum LegKind:              # fastps.collectives.schedule.Kind, and
-    LEG_SEND = 0
-    LEG_RECEIVE = 1
-    LEG_FOLD = 2
-    LEG_COPY = 3
-    LEG_SOURCE = 4              # a message that brings a fold one of its sources
+cdef enum StepKind:             # fastps.collectives.schedule.Kind, and
+    STEP_SEND = 0
+    STEP_RECEIVE = 1
+    STEP_FOLD = 2
+    STEP_COPY = 3
+    STEP_SOURCE = 4             # a message that brings a fold one of its sources
 
-cdef enum LegState:
+cdef enum StepState:            # of an ActiveStep
     BLOCKED = 0                 # others come first
     STARTING = 1                # about to be started
     POSTED = 2                  # in the table
@@ -73,10 +73,10 @@ cdef enum LegState:
     OVER = 4
 
 cdef struct Fold:               # n sources into one place, chunk by chunk
-    Leg* leg
+    ActiveStep* step
     rule_fn rule
     const void* args            # of the rule: weights, or
-    int64_t divisor             # of a sum
+    int64_t divisor             # of a sum; 1 unless it is the final one of an average
     uint32_t n_sources
     uint32_t n_remote
     bint is_past_caches         # what it makes is written past them
@@ -85,15 +85,17 @@ cdef struct Fold:               # n sources into one place, chunk by chunk
     char** own                  # of each source: where ours lies, NULL: a message brings it
     char** came                 # of each chunk and source: the buffer that it came in
 
-cdef struct Leg:
+# One step of an operation in flight, with its state. Its OperationTask owns it; start() makes it
+# of the program's StepSpec. Any thread changes it, under the exchange's lock.
+cdef struct ActiveStep:
     Entry entry                 # while it is posted; its name
     SendItem item
-    Task* task
-    Leg* next                   # among those about to be started
+    OperationTask* task
+    ActiveStep* next            # among those about to be started
     int32_t kind
-    int32_t state               # LegState
-    uint32_t n_waits            # legs that come before it and are not over
-    uint32_t first_edge         # those that wait for it: from here,
+    int32_t state               # StepState
+    uint32_t n_waits            # steps that come before it and are not over
+    uint32_t first_edge         # steps that wait for it: in `edges` from here,
     uint32_t n_edges            # so many
     uint32_t nbytes
     uint32_t received
@@ -105,10 +107,12 @@ cdef struct Leg:
     Fold* fold
     uint32_t source             # which of the fold's
 
-cdef struct Task:               # one operation in flight
+# The C part of an Operation: one operation in flight, and its steps. The Operation owns it, and
+# frees it when no link has its memory any more. Any thread changes it, under the exchange's lock.
+cdef struct OperationTask:
     State* state
-    Task* next                  # of the engine's list
-    Task* next_over
+    OperationTask* next         # of the engine's list
+    OperationTask* next_over
     uint64_t channel
     uint32_t number
     uint8_t dtype
@@ -123,16 +127,16 @@ cdef struct Task:               # one operation in flight
     rule_fn rule
     rule_fn mix                 # the rule of folds whose sources have weights
     double* weights             # theirs, fold by fold
-    int64_t divisor
-    uint32_t n_legs
+    int64_t divisor             # of an average; fill_fold() gives it to the final fold
+    uint32_t n_steps
     uint32_t n_left             # not over, and one for whoever starts it
     int32_t status
     uint32_t culprit            # member that made it fail
     uint32_t mistake            # the earlier operation for which it fails; 0: for itself
     bint differs                # it failed for other sizes, which it may meet: see MAY_DIFFER
-    bint is_late                # it does its part, and fails at its end for an earlier one
+    bint has_late_error         # it does its part, and fails at its end for an earlier one
     bint is_reminded            # somebody has waited for it for REMIND_NS
-    Leg* legs
+    ActiveStep* steps
     uint32_t* edges             # the program's
     uint32_t* members           # of the group; the program's
     uint32_t n_members
@@ -152,7 +156,7 @@ cdef struct Peer:               # what we know of one member
     uint64_t owed               # taken and not yet said
     bint has_flooded            # it sent unasked more than it may
     int32_t landing             # what the frame under way is: Landing; its link's thread
-    Leg* leg
+    ActiveStep* step
     Entry* early
     char* loan
     int32_t result              # of the fold that used it at once
@@ -160,7 +164,7 @@ cdef struct Peer:               # what we know of one member
 cdef struct State:
     pthread_mutex_t lock        # guards all but atomics; never held over a copy or a link's call
     Entry* buckets[BUCKETS]
-    Task* tasks                 # in flight
+    OperationTask* tasks        # in flight
     Entry* early                # what came before it was wanted, the newest first
     Peer* peers
     uint32_t n_members
@@ -181,8 +185,10 @@ cdef struct SourceSpec:         # of a fold or copy
     int32_t place               # where ours lies; -1: a message brings it
     uint64_t offset
 
-cdef struct LegSpec:
-    int32_t kind                # LegKind
+# A step as a Program keeps it: a Step of schedule.py, or a message that brings a FOLD one of its
+# sources. The Program owns it; no thread changes it. Each operation makes an ActiveStep of it.
+cdef struct StepSpec:
+    int32_t kind                # StepKind
     uint32_t peer
     uint32_t label
     int32_t place
@@ -197,7 +203,7 @@ cdef struct LegSpec:
     bint is_final               # FOLD: it makes a whole sum, which an average divides
 
 cdef struct FoldSpec:
-    uint32_t leg
+    uint32_t step
     uint32_t n_sources
     uint32_t n_remote
     uint32_t first_source       # among all
@@ -207,23 +213,23 @@ cdef class Program:
     cdef readonly tuple peers   # members that it exchanges messages with
     cdef readonly uint64_t scratch_bytes
     cdef uint64_t needed[N_PLACES]      # bytes of each array that it touches
-    cdef uint32_t n_legs
+    cdef uint32_t n_steps
     cdef uint32_t n_folds
     cdef uint32_t n_weights
     cdef uint32_t n_members
     cdef uint32_t* members
-    cdef LegSpec* legs
+    cdef StepSpec* steps
     cdef uint32_t* edges
     cdef FoldSpec* folds
     cdef SourceSpec* sources
     cdef public bint is_linked
-    cdef int store(self, legs, after, sources, folds) except -1
+    cdef int store(self, steps, after, sources, folds) except -1
     cdef void need(self, int place, uint64_t nbytes) noexcept
 
 cdef class Operation:
     cdef readonly str name
     cdef readonly uint64_t channel
-    cdef Task task
+    cdef OperationTask task
     cdef Exchange exchange
     cdef Program program
     cdef Py_buffer views[N_PLACES]
@@ -238,7 +244,7 @@ cdef class Operation:
     cdef int lend_all(self, source, target) except -1
     cdef int weigh(self, weights) except -1
     cdef int fill(self, Program program) except -1
-    cdef void fill_leg(self, uint32_t index) noexcept
+    cdef void fill_step(self, uint32_t index) noexcept
     cdef int fill_fold(self, uint32_t index) except -1
     cdef void free_views(self) noexcept
     cdef void release(self) noexcept

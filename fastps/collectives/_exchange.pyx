@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between workers, and operations that consist of them, run without the GIL.
 
-Theory of operation. An operation is a program: legs, each a message sent or received, n sources
-folded into one place, or a copy, and which of them come before which (schedule.py makes it). A
+Theory of operation. An operation is a program: steps, each a message sent or received, n sources
+folded into one place, or a copy, and which of them come before which. A Step of schedule.py says
+what to do; a Program keeps it as StepSpec; an operation in flight has an ActiveStep of it. A
 message has a name: channel, number of the operation on it, label, and the two members. A small
 one is sent at once; who does not want it yet keeps it. For a larger one the receiver says READY
 when it knows where the bytes go, and the sender sends when it has heard that, so bytes land in
@@ -13,13 +14,13 @@ Links are whatever reaches a member: pipes in shared memory, sockets, RDMA. A pi
 bytes where they lie, and a fold uses them there.
 
 A mistake (another size, type or operation at the other end) fails the operation on all its
-members by REFUSE, which names it. Who was through already hears late: its next operation on the
-channel does its part for the others, and then fails; if they do not come, it fails for all. A lost
-member fails all operations; or, where the job goes on without it, those of all members, while
-others leave its messages out (docs/decentralized.md has the protocol).
+members by REFUSE, which names it. A member that is through gets a *late error*: its next operation
+on the channel does its part for the others, and then fails; if they do not come, it fails for all.
+A lost member fails all operations; or, where the job goes on without it, those of all members,
+while others leave its messages out (docs/decentralized.md has the protocol).
 
 Threads. start() runs on user threads, the rest on those of links or whoever waits. One lock guards
-the table, legs and counts; it is never held over a copy of more than EAGER_BYTES, a fold, or a
+the table, steps and counts; it is never held over a copy of more than EAGER_BYTES, a fold, or a
 call of a link. What news lead to is gathered in a Work and done when the lock is free. An
 operation is done when no link has its memory any more, so whoever sees that may free it.
 """
@@ -94,16 +95,16 @@ cdef enum:
 
 cdef enum Landing:              # what the frame under way on a link is
     NOWHERE = 0
-    IN_LEG = 1
+    IN_ARRAY = 1                # bytes for the place of a RECEIVE
     IN_LOAN = 2                 # a source of a fold
     IN_FOLD = 3                 # one that was used where it lay
-    IN_EARLY = 4
-    IN_DISCARD = 5
+    IN_EARLY = 4                # bytes of a message that no step waits for yet
+    IN_DISCARD = 5              # a late frame, or one of a lost member: it is dropped
 
 include "_eager_rows.pxi"
 include "_messages.pxi"
 include "_folds.pxi"
-include "_legs.pxi"
+include "_steps.pxi"
 include "_frames.pxi"
 
 
@@ -117,28 +118,28 @@ cdef class Program:
     """
 
     def __init__(self, steps, uint64_t scratch_bytes, ranks):
-        legs, sources, folds, peers, after = [], [], [], set(), []
-        for step in steps:                      # the legs that bring sources come behind
+        specs, sources, folds, peers, after = [], [], [], set(), []
+        for step in steps:                      # messages of a fold's sources come behind
             peer = <uint32_t>ANYONE if step.peer < 0 else ranks[step.peer]
             if step.label >= LABELS:
                 raise ValueError(f"an operation of more than {LABELS} pieces: make it several")
-            legs.append([int(step.kind), peer, step.label, int(step.place), step.offset,
+            specs.append([int(step.kind), peer, step.label, int(step.place), step.offset,
                          step.nbytes, len(folds), len(sources), step.is_final])
             after.append(step.after)
-            if step.kind in (LEG_SEND, LEG_RECEIVE) and step.peer >= 0:
+            if step.kind in (STEP_SEND, STEP_RECEIVE) and step.peer >= 0:
                 peers.add(peer)
-            if step.kind == LEG_FOLD:
-                folds.append((len(legs) - 1, len(step.sources), len(sources), step))
+            if step.kind == STEP_FOLD:
+                folds.append((len(specs) - 1, len(step.sources), len(sources), step))
             for source in step.sources:
                 is_own = source.peer == step.peer
                 sources.append((int(source.place) if is_own else -1, source.offset))
         n_remote = []
-        for number, (leg, _, _, step) in enumerate(folds):
+        for number, (index, _, _, step) in enumerate(folds):
             others = [(i, source) for i, source in enumerate(step.sources)
                       if source.peer != step.peer]
             n_remote.append(len(others))
             for i, source in others:
-                legs.append([LEG_SOURCE, ranks[source.peer], source.label, int(step.place),
+                specs.append([STEP_SOURCE, ranks[source.peer], source.label, int(step.place),
                              step.offset, step.nbytes, number, i, False])
                 after.append(step.after)
                 peers.add(ranks[source.peer])
@@ -152,38 +153,38 @@ cdef class Program:
         self.scratch_bytes = scratch_bytes
         self.n_weights = max([step.weights + count for _, count, _, step in folds
                               if step.weights >= 0], default=0)
-        self.store(legs, after, sources, [
-            (leg, count, remote, first, step.weights)
-            for (leg, count, first, step), remote in zip(folds, n_remote)])
+        self.store(specs, after, sources, [
+            (index, count, remote, first, step.weights)
+            for (index, count, first, step), remote in zip(folds, n_remote)])
 
-    cdef int store(self, legs, after, sources, folds) except -1:
+    cdef int store(self, specs, after, sources, folds) except -1:
         """Keep all that as C reads it."""
-        cdef LegSpec* spec
+        cdef StepSpec* spec
         cdef uint32_t i, n_edges = 0
-        waiting = [[i for i, before in enumerate(after) if leg in before]
-                   for leg in range(len(legs))] if any(after) else [[]] * len(legs)
-        self.n_legs = len(legs)
+        waiting = [[i for i, before in enumerate(after) if index in before]
+                   for index in range(len(specs))] if any(after) else [[]] * len(specs)
+        self.n_steps = len(specs)
         self.n_folds = len(folds)
-        self.legs = <LegSpec*>calloc(self.n_legs + 1, sizeof(LegSpec))
+        self.steps = <StepSpec*>calloc(self.n_steps + 1, sizeof(StepSpec))
         self.edges = <uint32_t*>calloc(sum(map(len, waiting)) + 1, sizeof(uint32_t))
         self.folds = <FoldSpec*>calloc(self.n_folds + 1, sizeof(FoldSpec))
         self.sources = <SourceSpec*>calloc(len(sources) + 1, sizeof(SourceSpec))
-        if not (self.legs and self.edges and self.folds and self.sources):
+        if not (self.steps and self.edges and self.folds and self.sources):
             raise MemoryError("no memory for a program")
-        for i in range(self.n_legs):
-            spec = &self.legs[i]
+        for i in range(self.n_steps):
+            spec = &self.steps[i]
             (spec.kind, spec.peer, spec.label, spec.place, spec.offset, spec.nbytes, spec.fold,
-             spec.source, spec.is_final) = legs[i]
+             spec.source, spec.is_final) = specs[i]
             spec.n_waits = len(after[i])
             spec.first_edge = n_edges
             spec.n_edges = len(waiting[i])
             for other in waiting[i]:
                 self.edges[n_edges] = other
                 n_edges += 1
-            if spec.kind != LEG_SOURCE:
+            if spec.kind != STEP_SOURCE:
                 self.need(spec.place, spec.offset + spec.nbytes)
         for i in range(self.n_folds):
-            (self.folds[i].leg, self.folds[i].n_sources, self.folds[i].n_remote,
+            (self.folds[i].step, self.folds[i].n_sources, self.folds[i].n_remote,
              self.folds[i].first_source, self.folds[i].first_weight) = folds[i]
             if self.folds[i].n_sources > MAX_SOURCES:
                 raise ValueError(f"a fold of more than {MAX_SOURCES} sources")
@@ -199,13 +200,13 @@ cdef class Program:
     def offer(self):
         """Have every receiver told that there is something to receive: it may not know."""
         cdef uint32_t i
-        for i in range(self.n_legs):
-            self.legs[i].is_offered = True
+        for i in range(self.n_steps):
+            self.steps[i].is_offered = True
         return self
 
     def __dealloc__(self):
         free(self.members)
-        free(self.legs)
+        free(self.steps)
         free(self.edges)
         free(self.folds)
         free(self.sources)
@@ -256,74 +257,74 @@ cdef class Operation:
         return 0
 
     cdef int fill(self, Program program) except -1:
-        """Make the legs."""
-        cdef Task* task = &self.task
+        """Make the steps."""
+        cdef OperationTask* task = &self.task
         cdef uint32_t i
-        task.n_legs = program.n_legs
-        task.n_left = program.n_legs + 1
+        task.n_steps = program.n_steps
+        task.n_left = program.n_steps + 1
         task.edges = program.edges
         task.members = program.members
         task.n_members = program.n_members
-        task.legs = <Leg*>calloc(program.n_legs + 1, sizeof(Leg))
+        task.steps = <ActiveStep*>calloc(program.n_steps + 1, sizeof(ActiveStep))
         task.folds = <Fold*>calloc(program.n_folds + 1, sizeof(Fold))
-        if task.legs == NULL or task.folds == NULL:
+        if task.steps == NULL or task.folds == NULL:
             raise MemoryError("no memory for an operation")
-        for i in range(program.n_legs):
-            self.fill_leg(i)
+        for i in range(program.n_steps):
+            self.fill_step(i)
         task.n_folds = program.n_folds
         for i in range(program.n_folds):
             self.fill_fold(i)
         return 0
 
-    cdef void fill_leg(self, uint32_t index) noexcept:
-        cdef LegSpec* spec = &self.program.legs[index]
+    cdef void fill_step(self, uint32_t index) noexcept:
+        cdef StepSpec* spec = &self.program.steps[index]
         cdef SourceSpec* source
-        cdef Leg* leg = &self.task.legs[index]
-        leg.task = &self.task
-        leg.kind = spec.kind
-        leg.state = BLOCKED if spec.n_waits else STARTING
-        leg.n_waits = spec.n_waits
-        leg.first_edge = spec.first_edge
-        leg.n_edges = spec.n_edges
-        leg.nbytes = spec.nbytes
-        leg.is_offered = spec.is_offered
-        leg.address = self.places[spec.place] + spec.offset
-        leg.source = spec.source
-        leg.entry.channel = leg.item.header.key = self.task.channel
-        leg.entry.peer = spec.peer
-        leg.entry.label = spec.label
-        leg.entry.form = self.task.form
-        leg.item.header.subject = spec.label | <uint32_t>self.task.form << LABEL_BITS
-        leg.entry.is_whole = spec.kind == LEG_RECEIVE and self.program.n_folds == 0
-        leg.entry.nbytes = spec.nbytes
-        leg.entry.dtype = leg.item.header.dtype = self.task.dtype
-        leg.entry.code = self.task.code
-        leg.entry.leg = leg
-        leg.item.header.kind = KIND_MESSAGE
-        leg.item.header.status = <int32_t>spec.nbytes
-        leg.item.header.sender = self.task.state.me
-        leg.item.sent = leg_sent
-        leg.item.turn = index + 1       # what is passed on leaves piece by piece, not all at once
-        leg.item.context = leg
-        if spec.kind == LEG_COPY:
+        cdef ActiveStep* step = &self.task.steps[index]
+        step.task = &self.task
+        step.kind = spec.kind
+        step.state = BLOCKED if spec.n_waits else STARTING
+        step.n_waits = spec.n_waits
+        step.first_edge = spec.first_edge
+        step.n_edges = spec.n_edges
+        step.nbytes = spec.nbytes
+        step.is_offered = spec.is_offered
+        step.address = self.places[spec.place] + spec.offset
+        step.source = spec.source
+        step.entry.channel = step.item.header.key = self.task.channel
+        step.entry.peer = spec.peer
+        step.entry.label = spec.label
+        step.entry.form = self.task.form
+        step.item.header.subject = spec.label | <uint32_t>self.task.form << LABEL_BITS
+        step.entry.is_whole = spec.kind == STEP_RECEIVE and self.program.n_folds == 0
+        step.entry.nbytes = spec.nbytes
+        step.entry.dtype = step.item.header.dtype = self.task.dtype
+        step.entry.code = self.task.code
+        step.entry.step = step
+        step.item.header.kind = KIND_MESSAGE
+        step.item.header.status = <int32_t>spec.nbytes
+        step.item.header.sender = self.task.state.me
+        step.item.sent = step_sent
+        step.item.turn = index + 1       # what is passed on leaves piece by piece, not all at once
+        step.item.context = step
+        if spec.kind == STEP_COPY:
             source = &self.program.sources[spec.source]
-            leg.item.payload = self.places[source.place] + source.offset
-        elif spec.kind in (LEG_FOLD, LEG_SOURCE):
-            leg.fold = &self.task.folds[spec.fold]
+            step.item.payload = self.places[source.place] + source.offset
+        elif spec.kind in (STEP_FOLD, STEP_SOURCE):
+            step.fold = &self.task.folds[spec.fold]
 
     cdef int fill_fold(self, uint32_t index) except -1:
         cdef FoldSpec* spec = &self.program.folds[index]
         cdef SourceSpec* source
         cdef Fold* fold = &self.task.folds[index]
         cdef uint32_t i
-        fold.leg = &self.task.legs[spec.leg]
-        fold.divisor = self.task.divisor if self.program.legs[spec.leg].is_final else 1
+        fold.step = &self.task.steps[spec.step]
+        fold.divisor = self.task.divisor if self.program.steps[spec.step].is_final else 1
         fold.rule, fold.args = self.task.rule, &fold.divisor
         if spec.first_weight >= 0:
             fold.rule, fold.args = self.task.mix, self.task.weights + spec.first_weight
         fold.n_sources = spec.n_sources
         fold.n_remote = spec.n_remote
-        fold.chunks_left = n_chunks(fold.leg.nbytes)
+        fold.chunks_left = n_chunks(fold.step.nbytes)
         fold.counts = <int32_t*>calloc(fold.chunks_left + 1, sizeof(int32_t))
         fold.own = <char**>calloc(spec.n_sources + 1, sizeof(char*))
         fold.came = <char**>calloc(
@@ -391,7 +392,7 @@ cdef class Operation:
     @property
     def met(self):
         """Member whose message a receive got; when it is done."""
-        return self.task.legs.entry.peer
+        return self.task.steps.entry.peer
 
     def wait(self, *, double timeout_s, int64_t spin_us=50):
         """Wait without the GIL until it is done; give its status, or None in time.
@@ -418,8 +419,8 @@ cdef class Operation:
     def missed(self):
         """Members whose messages were left out; when it is done."""
         cdef uint32_t i
-        return sorted({self.task.legs[i].entry.peer for i in range(self.task.n_legs)
-                       if self.task.legs[i].is_missed and self.task.legs[i].kind != LEG_SEND})
+        return sorted({self.task.steps[i].entry.peer for i in range(self.task.n_steps)
+                       if self.task.steps[i].is_missed and self.task.steps[i].kind != STEP_SEND})
 
     @property
     def awaited(self):
@@ -428,9 +429,9 @@ cdef class Operation:
         cdef uint32_t i
         found = set()
         pthread_mutex_lock(&state.lock)
-        for i in range(self.task.n_legs):
-            if is_missing(&self.task.legs[i]) and self.task.legs[i].entry.peer != ANYONE:
-                found.add(self.task.legs[i].entry.peer)
+        for i in range(self.task.n_steps):
+            if is_missing(&self.task.steps[i]) and self.task.steps[i].entry.peer != ANYONE:
+                found.add(self.task.steps[i].entry.peer)
         pthread_mutex_unlock(&state.lock)
         return sorted(found)
 
@@ -462,7 +463,7 @@ cdef class Operation:
         for i in range(self.task.n_folds):
             free_fold(self.task.state, &self.task.folds[i])
         self.free_views()
-        free(self.task.legs)
+        free(self.task.steps)
         free(self.task.folds)
         free(self.task.weights)
 
@@ -471,7 +472,7 @@ cdef class Operation:
 
 cdef bint is_busy(State* state, uint64_t channel) noexcept nogil:
     """Whether an operation of a channel is in flight."""
-    cdef Task* task
+    cdef OperationTask* task
     pthread_mutex_lock(&state.lock)
     task = state.tasks
     while task != NULL and task.channel != channel:
@@ -571,7 +572,7 @@ cdef class Exchange(LinkOwner):
 
         channel: names the order of operations that this one is in. input, output: C-contiguous
         buffers. rule: address of what a fold does, on elements of itemsize. code: below 128, what
-        other members have to mean too. is_numbered: a program of one leg that counts among the
+        other members have to mean too. is_numbered: a program of one step that counts among the
         messages of its pair. mix, weights: address of the rule of folds with weights, and these.
         goes_on: messages of who is lost are left out, see Operation.missed. may_differ: see
         Operation.differs. form: of shapes (overlap.py); other members have to mean the same.
@@ -579,7 +580,7 @@ cdef class Exchange(LinkOwner):
         Raises ValueError, PeerLostError, ShutdownError, and DuplicateNameError for is_single.
         """
         cdef Operation operation = Operation.__new__(Operation)
-        cdef Task* task = &operation.task
+        cdef OperationTask* task = &operation.task
         self.check(name)
         operation.name = name
         operation.exchange = self
@@ -682,7 +683,7 @@ cdef class Exchange(LinkOwner):
     def rouse(self):
         """Wake the thread that waits for news."""
         with nogil:
-            tell_news(self.state)
+            signal_news(self.state)
 
     def refuse(self, Operation operation not None):
         """Fail an operation on all its members: others do something else in its place."""
@@ -767,7 +768,7 @@ cdef class Exchange(LinkOwner):
             while self.state.buckets[i] != NULL:
                 entry = self.state.buckets[i]
                 self.state.buckets[i] = entry.next
-                if entry.leg == NULL:
+                if entry.step == NULL:
                     free(entry.payload)
                     free(entry)
         pthread_mutex_destroy(&self.state.lock)

@@ -5,7 +5,7 @@
 # memory that both ends share. What comes before is copied to a buffer of its own.
 
 cdef inline uint32_t chunk_length(const Fold* fold, uint64_t chunk) noexcept nogil:
-    cdef uint64_t left = fold.leg.nbytes - chunk * CHUNK_BYTES
+    cdef uint64_t left = fold.step.nbytes - chunk * CHUNK_BYTES
     return <uint32_t>left if left < CHUNK_BYTES else CHUNK_BYTES
 
 
@@ -17,25 +17,25 @@ cdef bint goes_past(const Fold* fold) noexcept nogil:
     """Whether what a fold makes is too long for a cache, in no cache yet, and not sent on."""
     cdef uint32_t i
     for i in range(fold.n_sources):
-        if fold.own[i] == fold.leg.address:
+        if fold.own[i] == fold.step.address:
             return False
-    return (fold.leg.n_edges == 0
-            and fps_copy_way(fold.leg.address, NULL, CHUNK_BYTES, fold.leg.task.nbytes)
+    return (fold.step.n_edges == 0
+            and fps_copy_way(fold.step.address, NULL, CHUNK_BYTES, fold.step.task.nbytes)
             == FPS_BY_STREAMS)
 
 
 cdef inline int64_t fold_into(Fold* fold, const void** sources, char* place,
                               int64_t count) noexcept nogil:
-    return pooled_fold(fold.rule, sources, fold.n_sources, place, count, fold.leg.task.itemsize,
-                       fold.args, fold.leg.task.nbytes)
+    return pooled_fold(fold.rule, sources, fold.n_sources, place, count, fold.step.task.itemsize,
+                       fold.args, fold.step.task.nbytes)
 
 
 cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
                       const void** sources) noexcept nogil:
     """Have a chunk made; past the caches by way of a buffer, so that no line is read first."""
-    cdef char* place = fold.leg.address + chunk * CHUNK_BYTES
+    cdef char* place = fold.step.address + chunk * CHUNK_BYTES
     cdef int64_t nbytes = chunk_length(fold, chunk)
-    cdef int64_t count = nbytes / fold.leg.task.itemsize
+    cdef int64_t count = nbytes / fold.step.task.itemsize
     cdef char* loan = NULL
     cdef int64_t done
     if fold.is_past_caches:
@@ -43,7 +43,7 @@ cdef int64_t run_rule(State* state, Fold* fold, uint64_t chunk,
     if loan == NULL:
         return fold_into(fold, sources, place, count)
     done = fold_into(fold, sources, loan, count)
-    pooled_copy(place, loan, nbytes, fold.leg.task.nbytes, fold.leg.task.nbytes)
+    pooled_copy(place, loan, nbytes, fold.step.task.nbytes, fold.step.task.nbytes)
     (<BufferPool>state.pool).c_give_back(loan)
     return done
 
@@ -103,7 +103,7 @@ cdef int fold_alone(State* state, Fold* fold) noexcept nogil:
     """Do all chunks of a fold whose sources are all our own."""
     cdef uint64_t chunk
     cdef int status = OK
-    for chunk in range(n_chunks(fold.leg.nbytes)):
+    for chunk in range(n_chunks(fold.step.nbytes)):
         status = made(state, fold, chunk, 0, NULL)
         if status != OK and status != E_AGAIN:
             return status
@@ -114,7 +114,7 @@ cdef void free_fold(State* state, Fold* fold) noexcept nogil:
     """Free what a fold has, also buffers of one that failed."""
     cdef uint64_t i
     if fold.came != NULL:
-        for i in range(<uint64_t>n_chunks(fold.leg.nbytes) * fold.n_sources):
+        for i in range(<uint64_t>n_chunks(fold.step.nbytes) * fold.n_sources):
             if fold.came[i] != NULL:
                 (<BufferPool>state.pool).c_give_back(fold.came[i])
     free(fold.counts)

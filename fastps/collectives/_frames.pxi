@@ -3,12 +3,12 @@
 
 # ---------------------------------------------------------------- frames that come
 
-cdef int check_frame(Leg* leg, const Header* header) noexcept nogil:
-    """Whether a frame is the next of the message that a leg waits for."""
-    if header.offset != leg.received or header.length > leg.nbytes - leg.received:
+cdef int check_frame(ActiveStep* step, const Header* header) noexcept nogil:
+    """Whether a frame is the next of the message that a step waits for."""
+    if header.offset != step.received or header.length > step.nbytes - step.received:
         return E_PROTOCOL
-    if leg.kind == LEG_SOURCE and (header.offset % CHUNK_BYTES or header.length
-                                   != chunk_length(leg.fold, header.offset / CHUNK_BYTES)):
+    if step.kind == STEP_SOURCE and (header.offset % CHUNK_BYTES or header.length
+                                     != chunk_length(step.fold, header.offset / CHUNK_BYTES)):
         return E_PROTOCOL
     return OK
 
@@ -26,6 +26,11 @@ cdef Entry* make_early(const Entry* name) noexcept nogil:
     return early
 
 
+cdef inline bint is_late_frame(const Header* header) noexcept nogil:
+    """Return whether a frame that no step waits for was asked for: its operation failed here."""
+    return not header.flags & FLAG_EAGER
+
+
 cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
                 Work* work) noexcept nogil:
     """Decide where the bytes of a message's frame go. The lock is held."""
@@ -39,15 +44,15 @@ cdef int choose(State* state, Peer* peer, const Header* header, Entry* name,
     if peer.is_lost:
         return OK
     if wanted != NULL and not agrees(wanted, name):
-        refuse(state, wanted.leg.task, name, work)
+        refuse(state, wanted.step.task, name, work)
         return OK
     if wanted != NULL:
-        peer.leg = wanted.leg
-        peer.leg.is_landing = True
-        peer.landing = IN_LEG if peer.leg.kind == LEG_RECEIVE else IN_LOAN
-        return check_frame(peer.leg, header)
-    if not header.flags & FLAG_EAGER:
-        return OK                       # of an operation that has failed here
+        peer.step = wanted.step
+        peer.step.is_landing = True
+        peer.landing = IN_ARRAY if peer.step.kind == STEP_RECEIVE else IN_LOAN
+        return check_frame(peer.step, header)
+    if is_late_frame(header):
+        return OK                       # it is dropped: read into state.discard
     peer.early = make_early(name)
     peer.landing = IN_EARLY
     return OK if peer.early != NULL else E_NOMEM
@@ -91,8 +96,8 @@ cdef void* exchange_landing(void* context, Link* link, const Header* header,
     status[0] = announce(state, link, header, CHUNK_BYTES)
     if status[0] != OK:
         return NULL
-    if peer.landing == IN_LEG:
-        return peer.leg.address + header.offset
+    if peer.landing == IN_ARRAY:
+        return peer.step.address + header.offset
     if peer.landing == IN_EARLY:
         return peer.early.payload
     if peer.landing == IN_LOAN:
@@ -118,15 +123,15 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
     status = announce(state, link, header, CHUNK_BYTES)
     if status != OK:
         return status
-    if peer.landing == IN_LEG:
-        pooled_copy(peer.leg.address + header.offset, payload, header.length,
-                    peer.leg.task.nbytes, peer.leg.task.nbytes)
+    if peer.landing == IN_ARRAY:
+        pooled_copy(peer.step.address + header.offset, payload, header.length,
+                    peer.step.task.nbytes, peer.step.task.nbytes)
     elif peer.landing == IN_EARLY:
         fps_copy(peer.early.payload, payload, header.length, 0)
     elif peer.landing == IN_LOAN:
         peer.landing = IN_FOLD
-        peer.result = fold_lies(state, peer.leg.fold, header.offset / CHUNK_BYTES,
-                                peer.leg.source, payload)
+        peer.result = fold_lies(state, peer.step.fold, header.offset / CHUNK_BYTES,
+                                peer.step.source, payload)
     return OK
 
 
@@ -138,20 +143,20 @@ cdef void* exchange_whole(void* context, Link* link, const Header* header,
     status[0] = E_PROTOCOL
     if header.kind == KIND_MESSAGE and not header.flags & FLAG_EAGER:
         status[0] = announce(state, link, header, header.length)
-    return peer.leg.address if status[0] == OK and peer.landing == IN_LEG else NULL
+    return peer.step.address if status[0] == OK and peer.landing == IN_ARRAY else NULL
 
 
-cdef void landed(State* state, Leg* leg, uint32_t nbytes, Work* work) noexcept nogil:
+cdef void landed(State* state, ActiveStep* step, uint32_t nbytes, Work* work) noexcept nogil:
     """Bytes of a message are in their place. The lock is held."""
-    leg.received += nbytes
-    leg.is_landing = False
-    if leg.received == leg.nbytes or leg.task.status != OK:
-        drop(state, &leg.entry)
-        end_leg(state, leg, work)
+    step.received += nbytes
+    step.is_landing = False
+    if step.received == step.nbytes or step.task.status != OK:
+        drop(state, &step.entry)
+        end_step(state, step, work)
 
 
-cdef Leg* who_wants(State* state, Entry* name) noexcept nogil:
-    """The leg that waits for a message, now out of the table; NULL: nobody. The lock is held."""
+cdef ActiveStep* who_wants(State* state, Entry* name) noexcept nogil:
+    """The step that waits for a message, now out of the table; NULL: nobody. The lock is held."""
     cdef Entry* wanted = take(state, name, WANTED)
     cdef Entry anybody = name[0]
     if wanted == NULL and name.label == 0:
@@ -160,21 +165,21 @@ cdef Leg* who_wants(State* state, Entry* name) noexcept nogil:
         if (find(state, &anybody, ANYBODY)[0] != NULL
                 and count_of(state, name.channel, name.peer, COUNT_IN, 0) + 1 == name.number):
             wanted = take(state, &anybody, ANYBODY)
-            name_met(state, wanted.leg, name)
-    return NULL if wanted == NULL else wanted.leg
+            name_met(state, wanted.step, name)
+    return NULL if wanted == NULL else wanted.step
 
 
 cdef void keep_early(State* state, Entry* early, Work* work) noexcept nogil:
     """Bytes are there that nobody wanted when they began to come. The lock is held."""
-    cdef Leg* leg = who_wants(state, early)
-    cdef Task* task = task_of(state, early)
-    if state.peers[early.peer].is_lost and leg == NULL:
+    cdef ActiveStep* step = who_wants(state, early)
+    cdef OperationTask* task = task_of(state, early)
+    if state.peers[early.peer].is_lost and step == NULL:
         free(early.payload)
         free(early)
-    elif leg != NULL:
-        give_early(state, leg, early, work)
+    elif step != NULL:
+        give_early(state, step, early, work)
     elif task == NULL and has_begun(state, early, ANYONE):
-        handle_stale_message(state, early, work)
+        reject_late_frame(state, early, work)
     else:
         put_early(state, early)
         if is_foreign(task, early, False):
@@ -187,7 +192,7 @@ cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* 
     cdef Entry name
     cdef int status
     if peer.landing == IN_LOAN:
-        status = fold_came(state, peer.leg.fold, header.offset / CHUNK_BYTES, peer.leg.source,
+        status = fold_came(state, peer.step.fold, header.offset / CHUNK_BYTES, peer.step.source,
                            peer.loan)
     else:
         status = peer.result
@@ -195,10 +200,10 @@ cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* 
     if header.flags & FLAG_EAGER and peer.landing != IN_EARLY:
         name_of(&name, header, number)
         taken_unasked(state, &name, work)
-    if peer.landing == IN_LEG:
-        landed(state, peer.leg, header.length, work)
+    if peer.landing == IN_ARRAY:
+        landed(state, peer.step, header.length, work)
     elif peer.landing in (IN_LOAN, IN_FOLD):
-        after_fold(state, peer.leg, header.length, status, work)
+        after_fold(state, peer.step, header.length, status, work)
     elif peer.landing == IN_EARLY:
         keep_early(state, peer.early, work)
     peer.landing = NOWHERE
@@ -209,13 +214,13 @@ cdef void take_message(State* state, Peer* peer, uint32_t number, const Header* 
 
 cdef bint is_on_its_way(State* state, const Entry* name) noexcept nogil:
     """Whether a message has been sent that the other side reminds us of."""
-    cdef Task* task = state.tasks
-    cdef Leg* leg = NULL
-    while task != NULL and leg == NULL:     # of messages of two, one each way has this number
+    cdef OperationTask* task = state.tasks
+    cdef ActiveStep* step = NULL
+    while task != NULL and step == NULL:     # of messages of two, one each way has this number
         if task.channel == name.channel and task.number == name.number:
-            leg = leg_of(task, name, True)
+            step = step_of(task, name, True)
         task = task.next
-    return leg.state in (GOING, OVER) if leg != NULL else has_begun(state, name, name.peer)
+    return step.state in (GOING, OVER) if step != NULL else has_begun(state, name, name.peer)
 
 
 cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogil:
@@ -244,14 +249,14 @@ cdef void note_once(State* state, Entry* name, int32_t what) noexcept nogil:
 cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     """The other side waits for a message: send it, or remember that."""
     cdef Entry* held = take(state, name, HELD)
-    cdef Task* task = task_of(state, name)
+    cdef OperationTask* task = task_of(state, name)
     if held != NULL and agrees(held, name):
-        held.leg.state = GOING
-        held.leg.item.is_whole = name.is_whole
-        add_leg(work, held.leg)
+        held.step.state = GOING
+        held.step.item.is_whole = name.is_whole
+        add_step(work, held.step)
     elif held != NULL:
-        held.leg.state = BLOCKED
-        refuse(state, held.leg.task, name, work)
+        held.step.state = BLOCKED
+        refuse(state, held.step.task, name, work)
     elif is_foreign(task, name, True):
         refuse(state, task, name, work)
     elif not answer_over(state, name, work) and not is_on_its_way(state, name):
@@ -259,29 +264,29 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
 
 
 cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
-    cdef Leg* leg = who_wants(state, name)
-    cdef Task* task = task_of(state, name)
-    if leg != NULL:
-        put(state, &leg.entry, WANTED)
-        add_ready(state, work, leg)
+    cdef ActiveStep* step = who_wants(state, name)
+    cdef OperationTask* task = task_of(state, name)
+    if step != NULL:
+        put(state, &step.entry, WANTED)
+        add_ready(state, work, step)
     elif is_foreign(task, name, False):
         refuse(state, task, name, work)
     elif not answer_over(state, name, work):
         note_once(state, name, OFFERED)
 
 
-cdef bint is_end_of(Task* task, const Entry* name) noexcept nogil:
+cdef bint is_end_of(OperationTask* task, const Entry* name) noexcept nogil:
     """Whether an operation is our end of the message that a refusal is about."""
-    cdef Leg* leg = &task.legs[0]
-    return (task.is_numbered and task.channel == name.channel and leg.entry.peer == name.peer
-            and leg.entry.number == name.number
-            and (leg.kind == LEG_SEND) == (name.label == REFUSE_SEND))
+    cdef ActiveStep* step = &task.steps[0]
+    return (task.is_numbered and task.channel == name.channel and step.entry.peer == name.peer
+            and step.entry.number == name.number
+            and (step.kind == STEP_SEND) == (name.label == REFUSE_SEND))
 
 
-cdef bint is_left(Task* task, const Entry* name) noexcept nogil:
+cdef bint is_left(OperationTask* task, const Entry* name) noexcept nogil:
     """Whether an operation waits for a message, or to send it, and nothing of it has moved."""
-    cdef Leg* sent = leg_of(task, name, True)
-    cdef Leg* wanted = leg_of(task, name, False)
+    cdef ActiveStep* sent = step_of(task, name, True)
+    cdef ActiveStep* wanted = step_of(task, name, False)
     return (sent != NULL and sent.state == POSTED) or (
         wanted != NULL and wanted.state == POSTED and not wanted.is_landing
         and not wanted.received)
@@ -289,7 +294,7 @@ cdef bint is_left(Task* task, const Entry* name) noexcept nogil:
 
 cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     """An operation fails at another member, so it fails here, or will."""
-    cdef Task* task = state.tasks
+    cdef OperationTask* task = state.tasks
     if name.label in (REFUSE_SEND, REFUSE_RECV):
         while task != NULL and not is_end_of(task, name):
             task = task.next
@@ -300,18 +305,18 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     if name.label == REFUSE_MESSAGE:
         name.label, name.mistake = name.mistake, 0
         if task != NULL and task.status == OK and is_left(task, name):
-            fail_as_told(state, task, name, name.peer, work)
-            tell_members(state, task, work)
+            fail_as_refused(state, task, name, name.peer, work)
+            refuse_members(state, task, work)
         return
     if name.label == REFUSE_MEMBER:
         if task == NULL:
             record_late_error(state, name, LATE_LOCAL, work)
         elif task.status == OK:
             fail_task(state, task, name.status, name.peer, work)
-            tell_members(state, task, work)
+            refuse_members(state, task, work)
         return
     if task != NULL:
-        fail_as_told(state, task, name, name.peer, work)
+        fail_as_refused(state, task, name, name.peer, work)
         return
     if has_begun(state, name, ANYONE):
         record_late_error(state, name, 0, work)
@@ -365,35 +370,35 @@ cdef int exchange_deliver(void* context, Link* link, const Header* header) noexc
 
 # ---------------------------------------------------------------- those who wait long
 
-cdef bint is_missing(const Leg* leg) noexcept nogil:
-    """Whether a leg waits for bytes of another member, or for its word that it is ready."""
-    return leg.state == POSTED and leg.kind in (LEG_SEND, LEG_RECEIVE, LEG_SOURCE)
+cdef bint is_missing(const ActiveStep* step) noexcept nogil:
+    """Whether a step waits for bytes of another member, or for its word that it is ready."""
+    return step.state == POSTED and step.kind in (STEP_SEND, STEP_RECEIVE, STEP_SOURCE)
 
 
-cdef void remind_others(State* state, Task* task) noexcept nogil:
+cdef void remind_others(State* state, OperationTask* task) noexcept nogil:
     """Tell others what an operation waits for, also where that is small and comes unasked.
 
     Who does another operation refuses ours then, or says that it is through; else two that expect
     each other's message, or have one for each other, would both wait until time is up.
     """
     cdef Work work
-    cdef Leg* leg
-    cdef Entry late
+    cdef ActiveStep* step
+    cdef Entry name
     cdef uint32_t i
     memset(&work, 0, sizeof(work))
-    name_task(&late, task)
-    late.number = 0
+    name_task(&name, task)
+    name.number = 0
     pthread_mutex_lock(&state.lock)
-    for i in range(task.n_legs):
-        leg = &task.legs[i]
-        if is_missing(leg) and leg.kind == LEG_SEND:
-            add_control(state, &work, KIND_OFFER, &leg.entry, <int32_t>leg.nbytes)
-        elif is_missing(leg) and leg.entry.peer != ANYONE:
-            leg.is_asked = False        # the first word may have come too early
-            add_ready(state, &work, leg)
-    note_once(state, &late, REMINDED)
+    for i in range(task.n_steps):
+        step = &task.steps[i]
+        if is_missing(step) and step.kind == STEP_SEND:
+            add_control(state, &work, KIND_OFFER, &step.entry, <int32_t>step.nbytes)
+        elif is_missing(step) and step.entry.peer != ANYONE:
+            step.is_asked = False        # the first word may have come too early
+            add_ready(state, &work, step)
+    note_once(state, &name, REMINDED)
     task.is_reminded = True
-    if task.is_late:
+    if task.has_late_error:
         refuse_for(state, task, task.mistake, &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)
@@ -403,10 +408,10 @@ cdef void remind_others(State* state, Task* task) noexcept nogil:
 
 cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
     """What was coming over a link that ended does not come any more."""
-    if peer.landing in (IN_LEG, IN_LOAN, IN_FOLD):
-        peer.leg.is_landing = False
-        peer.leg.is_missed = True
-        give_up(state, peer.leg, work)
+    if peer.landing in (IN_ARRAY, IN_LOAN, IN_FOLD):
+        peer.step.is_landing = False
+        peer.step.is_missed = True
+        give_up(state, peer.step, work)
     if peer.landing == IN_LOAN and peer.loan != NULL:
         (<BufferPool>state.pool).c_give_back(peer.loan)
     if peer.landing == IN_EARLY and peer.early != NULL:
@@ -415,16 +420,16 @@ cdef void drop_landing(State* state, Peer* peer, Work* work) noexcept nogil:
     peer.landing = NOWHERE
 
 
-cdef bint waits_for(State* state, Task* task, uint32_t member) noexcept nogil:
+cdef bint waits_for(State* state, OperationTask* task, uint32_t member) noexcept nogil:
     """Whether an operation waits for a member.
 
     What is under way ends by itself, and what has not begun may have its bytes already.
     """
     cdef uint32_t i
-    for i in range(task.n_legs):
-        if (task.legs[i].state == POSTED and task.legs[i].kind not in (LEG_FOLD, LEG_COPY)
-                and (task.legs[i].entry.peer == member
-                     or task.legs[i].entry.peer == ANYONE and is_alone(state, task))):
+    for i in range(task.n_steps):
+        if (task.steps[i].state == POSTED and task.steps[i].kind not in (STEP_FOLD, STEP_COPY)
+                and (task.steps[i].entry.peer == member
+                     or task.steps[i].entry.peer == ANYONE and is_alone(state, task))):
             return True
     return False
 
@@ -432,8 +437,8 @@ cdef bint waits_for(State* state, Task* task, uint32_t member) noexcept nogil:
 cdef void fail_tasks(State* state, int status, int32_t culprit, int32_t only,
                      Work* work) noexcept nogil:
     """Fail what is in flight; only: what waits for this member, -1: all. The lock is held."""
-    cdef Task* task = state.tasks
-    cdef Task* next
+    cdef OperationTask* task = state.tasks
+    cdef OperationTask* next
     while task != NULL:
         next = task.next
         if only < 0 or waits_for(state, task, only):
@@ -441,7 +446,7 @@ cdef void fail_tasks(State* state, int status, int32_t culprit, int32_t only,
         task = next
 
 
-cdef bint needs(State* state, Task* task, uint32_t member, bint is_lost) noexcept nogil:
+cdef bint needs(State* state, OperationTask* task, uint32_t member, bint is_lost) noexcept nogil:
     """Whether an operation of all its members cannot end without one that is gone.
 
     Of who died it may have got what it needs; another member that did not would wait for us.
@@ -455,14 +460,14 @@ cdef bint needs(State* state, Task* task, uint32_t member, bint is_lost) noexcep
     return False
 
 
-cdef void miss_all(State* state, Task* task, uint32_t member, Work* work) noexcept nogil:
+cdef void miss_all(State* state, OperationTask* task, uint32_t member, Work* work) noexcept nogil:
     """Leave out the messages of a member; what a link is writing just now ends with the link."""
     cdef uint32_t i
-    cdef Leg* leg
-    for i in range(task.n_legs):
-        leg = &task.legs[i]
-        if leg.entry.peer == member and leg.state == POSTED and leg.kind != LEG_FOLD:
-            miss(state, leg, work)
+    cdef ActiveStep* step
+    for i in range(task.n_steps):
+        step = &task.steps[i]
+        if step.entry.peer == member and step.state == POSTED and step.kind != STEP_FOLD:
+            miss(state, step, work)
 
 
 cdef void lose(State* state, uint32_t member, bint is_lost, Work* work) noexcept nogil:
@@ -471,8 +476,8 @@ cdef void lose(State* state, uint32_t member, bint is_lost, Work* work) noexcept
     The lock is held. Who has got a message of an operation keeps it, and who has not mixes
     without: an operation that goes on has one round, so nobody waits for what that leads to.
     """
-    cdef Task* task = state.tasks
-    cdef Task* next
+    cdef OperationTask* task = state.tasks
+    cdef OperationTask* next
     state.peers[member].has_left = True
     state.peers[member].is_lost |= is_lost
     while task != NULL:

@@ -99,7 +99,7 @@ cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nog
     name.code = header.flags & ~FLAG_EAGER
     name.is_whole = header.flags & FLAG_WHOLE != 0
     name.payload = NULL
-    name.leg = NULL
+    name.step = NULL
     name.status = header.status
     name.mistake = header.offset if header.kind == KIND_REFUSE else 0
 
@@ -172,19 +172,19 @@ cdef struct Control:            # a frame without payload, freed when it has lef
     uint32_t peer
 
 cdef struct Work:               # what follows from news, once the lock is free
-    Leg* first                  # to be started, or sent
-    Leg* last
+    ActiveStep* first                  # to be started, or sent
+    ActiveStep* last
     Control* controls
-    Task* over
+    OperationTask* over
 
 
-cdef void add_leg(Work* work, Leg* leg) noexcept nogil:
-    leg.next = NULL
+cdef void add_step(Work* work, ActiveStep* step) noexcept nogil:
+    step.next = NULL
     if work.first == NULL:
-        work.first = leg
+        work.first = step
     else:
-        work.last.next = leg
-    work.last = leg
+        work.last.next = step
+    work.last = step
 
 
 cdef void control_sent(SendItem* item, int status) noexcept nogil:
@@ -216,11 +216,11 @@ cdef void add_control(State* state, Work* work, int kind, const Entry* name,
     work.controls = control
 
 
-cdef void add_ready(State* state, Work* work, Leg* leg) noexcept nogil:
-    """Tell the sender of a posted leg, once, that it may send."""
-    if not leg.is_asked:
-        leg.is_asked = True
-        add_control(state, work, KIND_READY, &leg.entry, <int32_t>leg.nbytes)
+cdef void add_ready(State* state, Work* work, ActiveStep* step) noexcept nogil:
+    """Tell the sender of a posted step, once, that it may send."""
+    if not step.is_asked:
+        step.is_asked = True
+        add_control(state, work, KIND_READY, &step.entry, <int32_t>step.nbytes)
 
 
 cdef inline uint64_t unasked_charge(uint64_t nbytes) noexcept nogil:

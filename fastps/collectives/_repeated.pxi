@@ -40,7 +40,7 @@ def repeated_of(Operation operation not None, list arrays, result):
     result, and on no copy of them.
     """
     cdef Repeated made = Repeated.__new__(Repeated)
-    cdef Task* task = &operation.task
+    cdef OperationTask* task = &operation.task
     if operation.group is None or task.goes_on or task.weights != NULL or task.status != OK:
         return None
     made.source = place_of(operation.places[0], arrays, False)
@@ -66,7 +66,7 @@ cdef class Repeated:
     cdef object group
     cdef object about
     cdef object guess
-    cdef Task what              # of it, what copy_what() copies
+    cdef OperationTask what              # of it, what copy_what() copies
     cdef int source             # which of the arrays, or NOTHING;
     cdef int target             # NEW as well
     cdef int gives
@@ -83,7 +83,7 @@ cdef class Repeated:
             operation.exchange, operation.program, operation.name)
         self.group, self.about, self.guess = (
             operation.group, operation.about, operation.guess)
-        memset(&self.what, 0, sizeof(Task))
+        memset(&self.what, 0, sizeof(OperationTask))
         copy_what(&self.what, &operation.task)
         self.is_noted = self.about is not None and self.about[2][0] in descriptions.MAY_END_FIRST
         self.is_over = lie_over(operation)
@@ -159,7 +159,7 @@ cdef class Repeated:
         return operation
 
 
-cdef void copy_what(Task* to, const Task* what) noexcept:
+cdef void copy_what(OperationTask* to, const OperationTask* what) noexcept:
     """Copy all that one operation on a channel has in common with the next."""
     to.channel = what.channel
     to.itemsize = what.itemsize

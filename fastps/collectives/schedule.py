@@ -75,7 +75,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that a member does, once all steps of `after` are done.
+    """One thing that a member does, once all steps of `after` are done; what _exchange.pyx runs.
 
     peer: of a SEND or RECEIVE; else ourselves. label: names the message between the two; unique
     for each ordered pair. offset, nbytes: of what is sent or written in `place`; at most
