@@ -60,7 +60,7 @@ cdef struct Roster:
     uint32_t n_members          # contributors, then members that only read
     uint32_t n_contributors
     uint32_t quorum
-    int64_t divisor             # of an average
+    int64_t divisor             # of an average; of a median: values left out at either end
     uint32_t* senders           # by index
     bint* reads                 # by index: gets results
     uint16_t* index_of          # by sender number; NOBODY

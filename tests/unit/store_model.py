@@ -41,7 +41,7 @@ class Frame:
 
 
 @dataclass
-class Part:
+class Contribution:
     """What one machine gave to a round."""
 
     payload: bytes | None  # None: a PULL
@@ -56,7 +56,7 @@ class Round:
 
     op: Op
     arrived: list[int]
-    parts: dict[int, Part] = field(default_factory=dict)
+    contributions: dict[int, Contribution] = field(default_factory=dict)
     done: int = 0
     abstained: int = 0
     status: int = OK
@@ -111,8 +111,10 @@ class KeyModel:
 
     def _lacks_bytes(self, round_: Round) -> bool:
         return any(
-            part.payload is not None and part.cursor < self.nbytes and rank not in self.gone
-            for rank, part in round_.parts.items()
+            contribution.payload is not None
+            and contribution.cursor < self.nbytes
+            and rank not in self.gone
+            for rank, contribution in round_.contributions.items()
         )
 
     def take(self) -> list[tuple[int, Frame]]:
@@ -120,23 +122,23 @@ class KeyModel:
         out, self.out = self.out, []
         return out
 
-    def join(self, rank: int, version: int, op: Op, part: Part) -> None:
+    def join(self, rank: int, version: int, op: Op, contribution: Contribution) -> None:
         """Let a pusher's first frame of a round arrive; the payload comes by chunk()."""
         if version not in self.rounds:
             self.rounds[version] = Round(op, [0] * self.n_chunks)
             assert self._step(version, RoundEvent.BEGIN)
         round_ = self.rounds[version]
-        round_.parts[rank] = part
+        round_.contributions[rank] = contribution
         newer = self.rounds.get(version + 2)
         if newer is not None:
-            self._late(rank, version)
+            self._admit_late_frame(rank, version)
         elif self._is(version, RoundState.FAILED):
             self._error(rank, version, round_.status, round_.culprit)
-        elif round_.op != op or self._lacks_quorum(round_, part):
+        elif round_.op != op or self._lacks_quorum(round_, contribution):
             self._fail(version, MISMATCH, rank)
         else:
             self._blame(version)
-        if part.payload is None:
+        if contribution.payload is None:
             for chunk in range(self.n_chunks):
                 self._arrive(version, chunk)
 
@@ -151,13 +153,13 @@ class KeyModel:
         self.states[version & 1] = state
         return True
 
-    def _lacks_quorum(self, round_: Round, part: Part) -> bool:
-        if part.payload is not None or round_.op.flags & FrameFlag.BROADCAST:
+    def _lacks_quorum(self, round_: Round, contribution: Contribution) -> bool:
+        if contribution.payload is not None or round_.op.flags & FrameFlag.BROADCAST:
             return False
         round_.abstained += 1
         return len(self.pushers) - round_.abstained < self.quorum
 
-    def _late(self, rank: int, version: int) -> None:
+    def _admit_late_frame(self, rank: int, version: int) -> None:
         """Answer a pusher whose round failed so long ago that its slot is in use again."""
         before = max(v for v in self.rounds if v % 2 == version % 2) - 2
         failed = self.rounds[before]
@@ -165,9 +167,9 @@ class KeyModel:
 
     def chunk(self, rank: int, version: int) -> None:
         """Let the next chunk of a pusher arrive."""
-        part = self.rounds[version].parts[rank]
-        index = part.cursor // self.chunk_bytes
-        part.cursor = min(part.cursor + self.chunk_bytes, self.nbytes)
+        contribution = self.rounds[version].contributions[rank]
+        index = contribution.cursor // self.chunk_bytes
+        contribution.cursor = min(contribution.cursor + self.chunk_bytes, self.nbytes)
         self._arrive(version, index)
 
     def leave(self, rank: int) -> None:
@@ -185,9 +187,9 @@ class KeyModel:
         round_.done += 1
         begin = chunk * self.chunk_bytes
         sources = [
-            np.frombuffer(part.payload[begin : begin + self.chunk_bytes], np.float32)
-            for part in map(round_.parts.__getitem__, self.pushers)
-            if part.payload is not None
+            np.frombuffer(contribution.payload[begin : begin + self.chunk_bytes], np.float32)
+            for contribution in map(round_.contributions.__getitem__, self.pushers)
+            if contribution.payload is not None
         ]
         if not sources:
             self._fail(version, MISMATCH, 0)
@@ -203,25 +205,25 @@ class KeyModel:
     def _results(self, version: int, begin: int, payload: bytes) -> None:
         round_ = self.rounds[version]
         kind, flags = FrameKind.RESULT, round_.op.flags
-        for rank, part in round_.parts.items():
-            if part.wants_result:
+        for rank, contribution in round_.contributions.items():
+            if contribution.wants_result:
                 self.out.append((rank, Frame(kind, version, begin, payload, flags)))
             elif round_.done == self.n_chunks:
                 self.out.append((rank, Frame(kind, version, 0, b"", flags | FrameFlag.NO_RESULT)))
 
     def _blame(self, version: int) -> None:
-        parts = self.rounds[version].parts
+        contributions = self.rounds[version].contributions
         for rank in self.pushers:
-            if rank in self.gone and not self._stays(rank, parts.get(rank)):
+            if rank in self.gone and not self._stays(rank, contributions.get(rank)):
                 self._fail(version, PEER_LOST, rank)
                 return
 
-    def _stays(self, rank: int, part: Part | None) -> bool:
+    def _stays(self, rank: int, contribution: Contribution | None) -> bool:
         """Tell whether a pusher's contribution is whole and does not leave with it."""
-        if part is None or part.payload is None:
-            return part is not None
-        is_lent = rank in self.lenders and part.cursor > 0
-        return part.cursor == self.nbytes and not is_lent
+        if contribution is None or contribution.payload is None:
+            return contribution is not None
+        is_lent = rank in self.lenders and contribution.cursor > 0
+        return contribution.cursor == self.nbytes and not is_lent
 
     def _fail(self, version: int, status: int, culprit: int) -> None:
         round_ = self.rounds[version]
@@ -229,7 +231,7 @@ class KeyModel:
             return
         self.failed += 1
         round_.status, round_.culprit = status, culprit
-        for rank in round_.parts:
+        for rank in round_.contributions:
             self._error(rank, version, status, culprit)
 
     def _error(self, rank: int, version: int, status: int, culprit: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from store_model import Frame, KeyModel, Op, Part
+from store_model import Contribution, Frame, KeyModel, Op
 
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
@@ -138,16 +138,18 @@ class StoreMachine(RuleBasedStateMachine):
         self.parcels.append(parcel)
         parcel.wait(timeout_s=TIMEOUT_S)
 
-    def part_of(self, rank: int, key: int) -> Part | None:
+    def contribution_of(self, rank: int, key: int) -> Contribution | None:
         """Give what the worker told its current round."""
         round_ = self.keys[key].rounds.get(self.version[key][rank])
-        return round_.parts.get(rank) if round_ else None
+        return round_.contributions.get(rank) if round_ else None
 
     def is_idle(self, rank: int, key: int) -> bool:
         """Tell whether a worker may begin the next version of a key."""
-        part = self.part_of(rank, key)
-        pushing = part is not None and part.payload is not None
-        return self.is_over[key][rank] and not (pushing and part.cursor < self.keys[key].nbytes)
+        contribution = self.contribution_of(rank, key)
+        pushing = contribution is not None and contribution.payload is not None
+        return self.is_over[key][rank] and not (
+            pushing and contribution.cursor < self.keys[key].nbytes
+        )
 
     def choose(self, data: st.DataObject, can: object) -> tuple[int, int] | None:
         """Draw a living worker and a key for which `can` holds."""
@@ -186,26 +188,26 @@ class StoreMachine(RuleBasedStateMachine):
         """Send the first frame of a round."""
         model, version = self.keys[key], self.version[key][rank]
         if not pushes:
-            model.join(rank, version, op, Part(None, True, op.flags))
+            model.join(rank, version, op, Contribution(None, True, op.flags))
             self.post(rank, key, kind=FrameKind.PULL, flags=op.flags, subject=op.root)
             self.compare(key)
             return
         values = self.random.standard_normal(model.nbytes // 4).astype(np.float32)
         is_root = bool(op.flags & FrameFlag.BROADCAST)
         flags = op.flags | (FrameFlag.NO_RESULT if is_root else FrameFlag(0))
-        model.join(rank, version, op, Part(values.tobytes(), not is_root, flags))
+        model.join(rank, version, op, Contribution(values.tobytes(), not is_root, flags))
         self.push_chunk(rank, key)
 
     def push_chunk(self, rank: int, key: int) -> None:
         """Send the next chunk of a worker's contribution."""
         model, version = self.keys[key], self.version[key][rank]
-        part = self.part_of(rank, key)
-        assert part is not None
-        begin = part.cursor
+        contribution = self.contribution_of(rank, key)
+        assert contribution is not None
+        begin = contribution.cursor
         model.chunk(rank, version)
-        payload = part.payload[begin : begin + CHUNK]
-        root = self.machine_of[rank] if part.flags & FrameFlag.BROADCAST else 0
-        self.post(rank, key, payload, flags=part.flags, offset=begin, subject=root)
+        payload = contribution.payload[begin : begin + CHUNK]
+        root = self.machine_of[rank] if contribution.flags & FrameFlag.BROADCAST else 0
+        self.post(rank, key, payload, flags=contribution.flags, offset=begin, subject=root)
         self.compare(key)
 
     @rule(data=st.data())
@@ -216,9 +218,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def has_more(self, rank: int, key: int) -> bool:
         """Tell whether a worker is in the middle of its contribution."""
-        part = self.part_of(rank, key)
-        pushing = part is not None and part.payload is not None
-        return pushing and part.cursor < self.keys[key].nbytes
+        contribution = self.contribution_of(rank, key)
+        pushing = contribution is not None and contribution.payload is not None
+        return pushing and contribution.cursor < self.keys[key].nbytes
 
     @precondition(lambda self: len(self.alive) > 1)
     @rule(data=st.data(), luck=st.integers(0, 15), status=st.sampled_from([IN_ORDER, -3]))
