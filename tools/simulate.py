@@ -38,6 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests"))  # the queue's face is there
 
+from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import FastPSError
 from tools.bench._common import format_table, positive
 from tools.bench.push_pull import parse_size
@@ -355,11 +356,14 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     options = make_parser().parse_args(arguments)
     try:
         return int(options.run(options))
+    except BrokenPipeError:
+        raise
     except (FastPSError, ValueError, OSError) as error:
         sys.stderr.write(f"simulate: {error}\n")
         return 2

@@ -22,6 +22,7 @@ from fastps.bench.figures import Floor, Row, Turn, make_floor, make_row
 from fastps.bench.options import HERE, MODES, Options, Work, jobs_of, parse
 from fastps.bench.screen import Step
 from fastps.bench.teams import Team, job_command, job_environment
+from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import ConfigError, FastPSError
 
 FIRST_CALLS = 3  # of the turn that warms up and determines how many calls fill a turn
@@ -30,6 +31,7 @@ RECORDED = {"workers": "workers", "servers": "servers", "runs": "runs", "turn_s"
             "dtype": "dtype", "average": "is_average", "tcp": "is_tcp"}  # fmt: skip
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 if all modes were measured, 1 if not, 2 for wrong usage."""
     options = parse(sys.argv[1:] if arguments is None else arguments)

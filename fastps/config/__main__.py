@@ -20,6 +20,7 @@ from fastps.config import (
     explain,
     format_value,
 )
+from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import ConfigError
 
 _HEAD = """\
@@ -95,6 +96,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line of the settings table."""
     parser = argparse.ArgumentParser(

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from fastps.config import process_environment, role_given, versions
+from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import ConfigError
 from fastps.launch.job import PASSED_ON
 from fastps.launch.plan import SERVER_COMMAND
@@ -42,6 +43,7 @@ bpslaunch sets RANK and the like. `fastps-run` is simpler.
 _GRACE_S = 5.0
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status of the first process that failed, else 0."""
     command = list(sys.argv[1:] if arguments is None else arguments)

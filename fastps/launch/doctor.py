@@ -21,6 +21,7 @@ import numpy as np
 from fastps import config
 from fastps.config import __main__ as of_config
 from fastps.config import versions
+from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import FastPSError
 from fastps.launch import graph, progress_line, team, timeline
 from fastps.session import current
@@ -180,6 +181,7 @@ def _memory_limit() -> str:
     return f"{limit // MIB} MiB (`ulimit -l`); RDMA needs the size of all tensors"
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 1 if a test job fails, 2 for wrong arguments."""
     parsed = make_parser().parse_args(arguments)

@@ -185,7 +185,7 @@ class Job:
             self._stop_in_order()
             self._end_helpers()
         except BrokenPipeError:
-            self.set_cause(_no_reader())
+            self.set_cause(no_reader())
             self._kill_all()
         finally:
             self._end_live()
@@ -554,7 +554,7 @@ class Job:
                 self._screen.report(f"could not end: {', '.join(left)}", is_alarm=True)
             self._report_oddities()
         except BrokenPipeError:
-            self.set_cause(_no_reader())
+            self.set_cause(no_reader())
         finally:
             self._selector.close()
 
@@ -585,7 +585,8 @@ class Job:
                 self._screen.report(f"{part.name} {part.describe_end()} while stopping")
 
 
-def _no_reader() -> Cause:
+def no_reader() -> Cause:
+    """Return the cause of a job whose output is no longer read."""
     return Cause("the reader of the output has gone (broken pipe)", 128 + signal.SIGPIPE)
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
+from fastps.config.closed_pipe import ends_quietly
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.launch import timeline
@@ -34,7 +35,7 @@ from fastps.launch.exit_report import (
     show_end,
     wants_live,
 )
-from fastps.launch.job import Job, SignalInbox
+from fastps.launch.job import Job, SignalInbox, no_reader
 from fastps.launch.leader import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
 from fastps.launch.messenger import Messenger
@@ -76,6 +77,7 @@ class SchedulerSetup:
     listeners: list[socket.socket]
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     hold_standard_streams()
@@ -220,6 +222,8 @@ def run_plan(
         job.set_cause(Cause(str(error), error.exit_code))
     except ConfigError as error:
         job.set_cause(Cause(str(error), EXIT_SETTINGS))
+    except BrokenPipeError:
+        job.set_cause(no_reader())
     except OSError as error:  # of the output files
         job.set_cause(Cause(str(error), 1))
     cause = job.run()

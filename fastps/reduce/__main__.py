@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Sequence
 
+from fastps.config.closed_pipe import ends_quietly
 from fastps.reduce import CODECS, warm, warm_codec
 from fastps.types import DType
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@ends_quietly
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compile kernels of element types, all by default, or of codecs; log how long each took."""
     dtypes = [code.name.lower() for code in DType]
     names = (*dtypes, *CODECS)
@@ -29,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in chosen:
         if name in CODECS:
             warm_codec(name)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

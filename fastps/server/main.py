@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fastps import _core, config
+from fastps.config.closed_pipe import ends_quietly
 from fastps.config.versions import ShowVersion
 from fastps.control.scheduler import Scheduler, serve
 from fastps.errors import ConfigError, FastPSError
@@ -147,6 +148,7 @@ def _status_of(
     return contextlib.closing(StatusService.of_scheduler(settings, scheduler.numbers))
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status: 0 in order, 1 for a lost peer, 2 for bad settings.
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands whose output is no longer read end quietly with 141, as programs that SIGPIPE ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastps.config.closed_pipe import EXIT_CLOSED_PIPE, ends_quietly
+
+ROOT = Path(__file__).parents[2]
+PRINTING = {
+    "doctor": ["fastps.launch.doctor", "doctor", "--no-trial"],
+    "version": ["fastps.launch.doctor", "--version"],
+    "help": ["fastps.launch.doctor", "--help"],
+    "graph": ["fastps.launch.doctor", "graph", "ring", "-n", "4"],
+    "config": ["fastps.config", "--explain"],
+    "reduce": ["fastps.reduce", "--help"],
+    "run": ["fastps.launch.run", "-np", "2", "--dry-run", "true"],
+    "hosts": ["fastps.launch.run", "-np", "1", "-H", "localhost", "--dry-run", "true"],
+    "server": ["fastps.server.main", "--version"],
+    "bench": ["fastps.bench", "--help"],
+    "byteps": ["fastps.launch.byteps", "--help"],
+    "simulate": ["tools.simulate", "tensor", "--bytes", "1M"],
+}
+
+
+def run_closed(words: list[str], *, is_buffered: bool, errors: int) -> tuple[int, str]:
+    """Run a module whose standard output nobody reads; return exit status and standard error."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *words], stdout=writer, stderr=errors, env=env, cwd=ROOT,
+        text=True, check=False,
+    )  # fmt: skip
+    os.close(writer)
+    return done.returncode, done.stderr or ""
+
+
+@pytest.mark.parametrize("is_buffered", [True, False], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_command_without_reader_ends_quietly(command, is_buffered):
+    found = run_closed(PRINTING[command], is_buffered=is_buffered, errors=subprocess.PIPE)
+    assert found == (EXIT_CLOSED_PIPE, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["fastps.launch.run", "-np", "2", "--log-level", "INFO", "sleep", "60"], 141),
+        (["fastps.launch.run", "--no-such-option"], 2),
+        (["fastps.server.main", "--role", "nobody"], 2),
+        (["fastps.launch.doctor", "config", "--explain"], 141),
+    ],
+)
+def test_messages_without_reader(words, status):
+    found = run_closed(words, is_buffered=True, errors=subprocess.STDOUT)
+    assert found == (status, "")
+
+
+def test_another_broken_pipe_is_an_error():
+    def lose_a_link() -> int:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        ends_quietly(lose_a_link)()
+
+
+def test_results_pass_through():
+    def refuse() -> int:
+        raise SystemExit(2)
+
+    assert ends_quietly(lambda: 3)() == 3
+    with pytest.raises(SystemExit, match="2"):
+        ends_quietly(refuse)()
