@@ -9,9 +9,8 @@ of the job. Threads: any, but nameless operations come from one.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from fastps.collectives.row_counts import gather_objects
 from fastps.contract.compression import Choice, coding_of
 from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import ClippingRule, Rule
+from fastps.ops.numpy_collectives import make_waiting
 from fastps.ops.start import labels_of, width_of
 from fastps.session.array_checks import readable
 from fastps.session.current import current
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # importing fastps loads as little as it can
 FUSED_BYTES = 8 << 20  # of arrays that travel as one
 SMALL_BYTES = 1 << 20  # an array above that gains nothing by company
 
-P = ParamSpec("P")
 Mix = Callable[..., Waitable]  # an operation of Neighbors, or one with the same arguments
 
 
@@ -129,7 +128,7 @@ def start_neighbor_allgather(
     *,
     is_checked: bool,
     dtype: DType | None = None,
-) -> tuple[Waitable, list[int]]:
+) -> tuple[Handle[Any], list[int]]:
     """Start to gather neighbours' rows; return the handle, and the rows of each source.
 
     Blocks until the sources have sent how many rows they have.
@@ -274,18 +273,6 @@ def _gathered(ranks: Sequence[int]) -> list[list[int]]:
 # ---- operations on NumPy arrays ----
 
 
-def _blocking(start: Callable[P, Waitable], words: str) -> Callable[P, Any]:
-    """Make the form that waits of an operation's _async form; words: its docstring."""
-
-    @functools.wraps(start)
-    def run(*args: P.args, **options: P.kwargs) -> Any:
-        return start(*args, **options).wait()
-
-    run.__name__ = run.__qualname__ = start.__name__.removesuffix("_async")
-    run.__doc__ = inspect.cleandoc(words)
-    return run
-
-
 def neighbor_allreduce_async(
     tensor: Array | Sequence[Array],
     *,
@@ -309,7 +296,7 @@ def neighbor_allreduce_async(
     )  # fmt: skip
 
 
-neighbor_allreduce = _blocking(
+neighbor_allreduce = make_waiting(
     neighbor_allreduce_async,
     """Return the weighted average of this worker's array and those of its neighbours.
 
@@ -347,7 +334,7 @@ def hierarchical_neighbor_allreduce_async(
     )  # fmt: skip
 
 
-hierarchical_neighbor_allreduce = _blocking(
+hierarchical_neighbor_allreduce = make_waiting(
     hierarchical_neighbor_allreduce_async,
     """Average inside each machine, and mix the averages of neighbouring machines.
 
@@ -373,7 +360,7 @@ def pair_gossip_async(
     )  # fmt: skip
 
 
-pair_gossip = _blocking(
+pair_gossip = make_waiting(
     pair_gossip_async,
     """Return the average, or weighted sum, of this worker's array and one other's; blocks.
 
@@ -389,7 +376,7 @@ def neighbor_allgather_async(
     dst_ranks: Sequence[int] | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
-) -> Waitable:
+) -> Handle[Array]:
     """Start neighbor_allgather(); blocks until the sources have sent their first dimensions."""
     array = readable(tensor, name)
     return start_neighbor_allgather(
@@ -397,7 +384,7 @@ def neighbor_allgather_async(
     )[0]
 
 
-neighbor_allgather = _blocking(
+neighbor_allgather = make_waiting(
     neighbor_allgather_async,
     """Return the neighbours' arrays one after the other along the first dimension, without ours.
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def make_blocking(
@@ -74,8 +75,30 @@ def make_blocking(
             calls.remember(args, options, found, later.operations, before)
         return found
 
-    run.__name__ = run.__qualname__ = start.__name__.replace("_async", "").lstrip("_")
-    run.__doc__ = inspect.cleandoc(words)
+    return _described(run, start, words)
+
+
+def make_waiting(start: Callable[P, Handle[T]], words: str) -> Callable[P, T]:
+    """Make the form that waits of an operation's _async form, without a cache of calls."""
+
+    @functools.wraps(start)
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        return start(*args, **options).wait()
+
+    return _described(run, start, words)
+
+
+def _described(run: F, start: Callable[..., Any], words: str) -> F:
+    """Set name, docstring and signature of a form that waits: it returns the handle's result."""
+    form: Any = run  # a function, whose attributes a Callable lacks
+    form.__name__ = form.__qualname__ = start.__name__.replace("_async", "").lstrip("_")
+    form.__doc__ = inspect.cleandoc(words)
+    signature = inspect.signature(start)
+    found = str(signature.return_annotation)
+    if found.startswith("Handle["):
+        found = found[len("Handle[") : -1]
+    form.__annotations__ = {**form.__annotations__, "return": found}
+    form.__signature__ = signature.replace(return_annotation=found)
     return run
 
 

@@ -64,6 +64,7 @@ def table() -> str:
         )  # fmt: skip
         close(scaled, 0.5 * (me + sum(sources)))
         assert x.eq(me).all()
+        close(bf.pair_gossip(x, me ^ 1, 0.25, 0.75), 0.25 * me + 0.75 * (me ^ 1))
         bf.allreduce_(x)
         close(x, (n - 1) / 2)
     rows = [17, 32, 81, 12, 15, 23, 22]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from fork_server import FORKING_PYTHON, forking  # noqa: E402
 from harness import clean_environ  # noqa: E402
 from job import run_job  # noqa: E402
 
+import fastps.bluefog.torch as bf  # noqa: E402
 from aids.timeline_rules import check_timeline  # noqa: E402
 
 WORKERS = 4
@@ -42,6 +44,77 @@ TRAINED = (
     "bluefog_benchmark.py --model lenet",
     "bluefog_benchmark.py --batches-per-allreduce 2 --atc-style",
 )
+
+
+# BlueFog's parameters, in its order; ours may have more after them.
+PARAMETERS = {
+    **dict.fromkeys(
+        ("allreduce", "allreduce_", "allreduce_nonblocking", "allreduce_nonblocking_"),
+        "tensor average is_hierarchical_local name",
+    ),
+    **dict.fromkeys(
+        ("broadcast", "broadcast_", "broadcast_nonblocking", "broadcast_nonblocking_"),
+        "tensor root_rank name",
+    ),
+    **dict.fromkeys(("allgather", "allgather_nonblocking"), "tensor name"),
+    **dict.fromkeys(
+        ("neighbor_allgather", "neighbor_allgather_nonblocking"),
+        "tensor src_ranks dst_ranks enable_topo_check name",
+    ),
+    **dict.fromkeys(
+        ("hierarchical_neighbor_allreduce", "hierarchical_neighbor_allreduce_nonblocking"),
+        "tensor self_weight src_machine_weights dst_machine_weights enable_topo_check name",
+    ),
+    **dict.fromkeys(
+        ("pair_gossip", "pair_gossip_nonblocking"),
+        "tensor target_rank self_weight pair_weight name",
+    ),
+    **dict.fromkeys(
+        (
+            f"{kind}{form}"
+            for kind in ("win_put", "win_accumulate")
+            for form in ("", "_nonblocking")
+        ),
+        "tensor name self_weight dst_weights require_mutex",
+    ),
+    **dict.fromkeys(("win_get", "win_get_nonblocking"), "name src_weights require_mutex"),
+    "win_create": "tensor name zero_init",
+    "win_free": "name",
+    "win_update": "name self_weight neighbor_weights reset clone require_mutex",
+    "win_update_then_collect": "name require_mutex",
+    "win_mutex": "name for_self ranks",
+    "get_win_version": "name",
+    "win_associated_p": "name",
+    **dict.fromkeys(("poll", "synchronize", "wait", "win_poll", "win_wait"), "handle"),
+    "init": "topology_fn is_weighted",
+    "set_topology": "topology is_weighted",
+    "set_skip_negotiate_stage": "value",
+    "timeline_start_activity": "tensor_name activity_name",
+    "timeline_end_activity": "tensor_name",
+    "timeline_context": "tensor_name activity_name",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank",
+    "allreduce_parameters": "params",
+    "DistributedGradientAllreduceOptimizer": "optimizer model num_steps_per_communication",
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_have_bluefog_s_names(name):
+    signature = inspect.signature(getattr(bf, name))
+    theirs, ours = PARAMETERS[name].split(), list(signature.parameters.values())
+    assert [one.name for one in ours][: len(theirs)] == theirs
+    assert all(one.kind is one.KEYWORD_ONLY for one in ours[len(theirs) :])
+    is_started = "Handle" in str(signature.return_annotation)
+    assert is_started == ("nonblocking" in name), signature
+
+
+@pytest.mark.parametrize("name", ["neighbor_allreduce", "neighbor_allreduce_nonblocking"])
+def test_neighbor_allreduce_has_bluefog_s_parameters(name):
+    signature = inspect.signature(getattr(bf, name))
+    theirs = ["self_weight", "src_weights", "dst_weights", "enable_topo_check", "name"]
+    assert set(theirs) < set(signature.parameters)
+    assert all(signature.parameters[one].kind is inspect.Parameter.KEYWORD_ONLY for one in theirs)
 
 
 def run(program, **how):

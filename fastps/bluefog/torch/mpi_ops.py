@@ -132,7 +132,6 @@ out_neighbor_machine_ranks = fps.out_neighbor_machine_ranks
 neighbor_allreduce = fps.neighbor_allreduce
 neighbor_allgather = fps.neighbor_allgather
 hierarchical_neighbor_allreduce = fps.hierarchical_neighbor_allreduce
-pair_gossip = fps.pair_gossip
 
 win_create = fps.win_create
 win_free = fps.win_free
@@ -148,14 +147,9 @@ turn_off_win_ops_with_associated_p = fps.turn_off_win_ops_with_associated_p
 get_current_created_window_names = fps.get_current_created_window_names
 get_win_version = fps.get_win_version
 
-broadcast_ = fps.broadcast_
-broadcast_nonblocking = fps.broadcast_async
-broadcast_nonblocking_ = fps.broadcast_async_
 neighbor_allreduce_nonblocking = fps.neighbor_allreduce_async
 neighbor_allgather_nonblocking = fps.neighbor_allgather_async
 hierarchical_neighbor_allreduce_nonblocking = fps.hierarchical_neighbor_allreduce_async
-pair_gossip_nonblocking = fps.pair_gossip_async
-allgather_nonblocking = fps.allgather_async
 neighbor_win_put = fps.win_put
 neighbor_win_get = fps.win_get
 neighbor_win_accumulate = fps.win_accumulate
@@ -298,12 +292,63 @@ def allreduce_nonblocking_(
 
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Return the root's tensor on all workers; blocks, without autograd."""
-    return fps.broadcast_async(tensor, root_rank, name).wait()
+    return broadcast_nonblocking(tensor, root_rank, name).wait()
+
+
+def broadcast_nonblocking(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None
+) -> Handle[torch.Tensor]:
+    """Start broadcast() and return a handle."""
+    return fps.broadcast_async(tensor, root_rank, name)
+
+
+def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+    """Overwrite the tensor on all workers with the root's, and return it; blocks."""
+    return fps.broadcast_(tensor, root_rank, name)
+
+
+def broadcast_nonblocking_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None
+) -> Handle[torch.Tensor]:
+    """Start broadcast_() and return a handle."""
+    return fps.broadcast_async_(tensor, root_rank, name)
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Return the tensors of all workers, concatenated; first dimensions may differ. Blocks."""
-    return fps.allgather_async(tensor, name).wait()
+    return allgather_nonblocking(tensor, name).wait()
+
+
+def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> Handle[torch.Tensor]:
+    """Start allgather() and return a handle."""
+    return fps.allgather_async(tensor, name)
+
+
+# ---- operations of two workers ----
+
+
+def pair_gossip(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+) -> torch.Tensor:
+    """Return the average, or weighted sum, of this worker's tensor and one other's; blocks."""
+    return pair_gossip_nonblocking(tensor, target_rank, self_weight, pair_weight, name).wait()
+
+
+def pair_gossip_nonblocking(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+) -> Handle[torch.Tensor]:
+    """Start pair_gossip() and return a handle."""
+    return fps.pair_gossip_async(
+        tensor, target_rank, self_weight=self_weight, pair_weight=pair_weight, name=name
+    )
 
 
 # ---- MPI, NCCL and BlueFog's negotiation, which do not exist here ----
@@ -324,7 +369,7 @@ def nccl_built() -> bool:
     return False
 
 
-def set_skip_negotiate_stage(_value: bool) -> None:
+def set_skip_negotiate_stage(value: bool) -> None:
     """Do nothing: operations are not negotiated."""
 
 

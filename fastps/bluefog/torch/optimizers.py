@@ -87,7 +87,7 @@ class _BlueFogExtras:
 
     # ---- the timeline ----
 
-    def turn_on_timeline(self, _model: Any = None) -> None:
+    def turn_on_timeline(self, model: Any = None) -> None:
         """Record each layer's forward pass and each gradient's time in the timeline."""
         self.turn_off_timeline()
         for model in self._models:

@@ -26,6 +26,7 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.ops import neighbors as ops
+from fastps.ops.numpy_collectives import make_waiting
 from fastps.session.current import current
 from fastps.types import DType
 from fastps.worker.handle import Array, Handle, MappedHandle, Waitable
@@ -57,12 +58,13 @@ def neighbor_allreduce_async(
     )  # fmt: skip
 
 
-def neighbor_allreduce(tensor: Tensors, **how: Any) -> Any:
+neighbor_allreduce = make_waiting(
+    neighbor_allreduce_async,
     """Return the weighted average of this worker's tensor and its neighbours'; blocks.
 
     Keywords and meaning as fastps.neighbor_allreduce().
-    """
-    return neighbor_allreduce_async(tensor, **how).wait()
+    """,
+)
 
 
 def hierarchical_neighbor_allreduce_async(
@@ -82,12 +84,13 @@ def hierarchical_neighbor_allreduce_async(
     )  # fmt: skip
 
 
-def hierarchical_neighbor_allreduce(tensor: Tensors, **how: Any) -> Any:
+hierarchical_neighbor_allreduce = make_waiting(
+    hierarchical_neighbor_allreduce_async,
     """Average inside each machine, and mix the averages of neighbouring machines; blocks.
 
     Keywords and meaning as fastps.hierarchical_neighbor_allreduce().
-    """
-    return hierarchical_neighbor_allreduce_async(tensor, **how).wait()
+    """,
+)
 
 
 def pair_gossip_async(
@@ -105,9 +108,10 @@ def pair_gossip_async(
     )  # fmt: skip
 
 
-def pair_gossip(tensor: Tensors, target_rank: int, **how: Any) -> Any:
-    """Return the average, or weighted sum, of this worker's tensor and one other's; blocks."""
-    return pair_gossip_async(tensor, target_rank, **how).wait()
+pair_gossip = make_waiting(
+    pair_gossip_async,
+    "Return the average, or weighted sum, of this worker's tensor and one other's; blocks.",
+)
 
 
 def neighbor_allgather_async(
@@ -127,9 +131,10 @@ def neighbor_allgather_async(
     return MappedHandle([handle], lambda found: tensor_over(found[0], tensor.dtype))
 
 
-def neighbor_allgather(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Return the neighbours' tensors, concatenated, as fastps.neighbor_allgather(); blocks."""
-    return neighbor_allgather_async(tensor, **how).wait()
+neighbor_allgather = make_waiting(
+    neighbor_allgather_async,
+    "Return the neighbours' tensors, concatenated, as fastps.neighbor_allgather(); blocks.",
+)
 
 
 def start_mix(
