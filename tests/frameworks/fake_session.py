@@ -206,8 +206,10 @@ class FakeHandle:
         self._rank = cluster.current().rank
         self._many = many
         self.waits = 0
+        self._after: list[Any] = []
 
     def then(self, after: Any) -> FakeHandle:
+        self._after.append(after)
         return self
 
     def poll(self) -> bool:
@@ -227,7 +229,10 @@ class FakeHandle:
             if operation.error is not None:
                 raise operation.error
         outs = [operation.outs[self._rank] for operation in self._operations]
-        return outs if self._many else outs[0]
+        found = outs if self._many else outs[0]
+        while self._after:
+            self._after.pop(0)(found)
+        return found
 
 
 class FakeSession:

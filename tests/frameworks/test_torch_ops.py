@@ -15,9 +15,11 @@ from fastps.errors import MismatchError, NotInitializedError, PeerLostError
 
 torch = pytest.importorskip("torch")
 
+import fastps  # noqa: E402
 import fastps.torch as fps  # noqa: E402
 from fastps.frameworks.torch.ops import push_pull  # noqa: E402
 from fastps.frameworks.torch.ops.compression import Compression  # noqa: E402
+from fastps.worker.handle import MappedHandle  # noqa: E402
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
@@ -291,6 +293,31 @@ def test_synchronize_takes_handles_only(alone: FakeCluster) -> None:
     for call in (push_pull.synchronize, push_pull.poll):
         with pytest.raises(TypeError, match="handle of an operation, as push_pull_async"):
             call(17)
+
+
+def test_handles_are_of_the_one_kind(alone: FakeCluster) -> None:
+    x = torch.ones(2)
+    for call in (push_pull.push_pull_async, push_pull.push_pull_async_inplace):
+        seen: list[torch.Tensor] = []
+        handle = call(x, name=call.__name__)
+        assert isinstance(handle, fastps.Handle)
+        assert handle.then(seen.append) is handle
+        found = handle.wait(timeout_s=5.0)
+        assert isinstance(found, torch.Tensor)
+        assert seen[0] is found
+        assert handle.poll()
+
+
+def test_a_handle_shows_what_its_operation_does() -> None:
+    def lose(_: list[object]) -> None:
+        raise PeerLostError("worker 1 is lost")
+
+    handle = push_pull.PushPullHandle(MappedHandle([], lose), torch.ones(1))
+    assert not handle.has_failed
+    for _ in range(2):
+        with pytest.raises(PeerLostError, match="worker 1"):
+            handle.wait()
+        assert handle.has_failed
 
 
 def test_handle_may_be_synchronized_twice(alone: FakeCluster) -> None:

@@ -10,8 +10,8 @@ write into the tensor, which must be contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 
@@ -36,15 +36,34 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
 )
 from fastps.session import current
-from fastps.worker.handle import Handle, MappedHandle, Waitable
+from fastps.worker.handle import Handle
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """An operation in flight, for poll() and synchronize()."""
+class PushPullHandle(Handle[torch.Tensor]):
+    """The handle of a push_pull: that of its operation, with a tensor for result."""
 
-    handle: Waitable
-    output: torch.Tensor
+    def __init__(self, handle: Handle[Any], output: torch.Tensor) -> None:
+        self.handle, self.output = handle, output
+
+    def then(self, after: Callable[[torch.Tensor], object]) -> Self:
+        """Have a function called with the result, as Handle.then()."""
+        output = self.output
+        self.handle.then(lambda _: after(output))
+        return self
+
+    def poll(self) -> bool:
+        """Return whether wait() would return at once. Never blocks."""
+        return self.handle.poll()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether every wait() raises the same error from now on; a timeout does not count."""
+        return self.handle.has_failed
+
+    def wait(self, timeout_s: float | None = None) -> torch.Tensor:
+        """Wait for the operation and return its tensor, as Handle.wait()."""
+        self.handle.wait(timeout_s)
+        return self.output
 
 
 def declare(name: str, tensor: torch.Tensor) -> None:
@@ -64,7 +83,7 @@ def push_pull_async(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
-) -> Pending:
+) -> PushPullHandle:
     """Start to average or sum a tensor over all workers; synchronize() returns a new tensor.
 
     Larger priorities go first. `version` is accepted for scripts written for BytePS and not
@@ -86,7 +105,7 @@ def push_pull_async_inplace(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
-) -> Pending:
+) -> PushPullHandle:
     """Start to average or sum a tensor over all workers in place; synchronize() returns it.
 
     As push_pull_async(), but the result is written into the tensor. ValueError for a tensor that
@@ -97,8 +116,7 @@ def push_pull_async_inplace(
     _check_in_place(_checked(tensor, name, average), name)
     started = _start(tensor, tensor, name, average, priority)
     mark_written(tensor)
-    handle = MappedHandle([started.handle], lambda _: mark_written(tensor))
-    return Pending(handle, tensor)
+    return started.then(mark_written)
 
 
 def push_pull(
@@ -130,25 +148,24 @@ def push_pull_inplace(
 ) -> torch.Tensor:
     """Average or sum a tensor over all workers in place, and return it; blocks."""
     average, name = _named(average, name, "push_pull_inplace")
-    pending = push_pull_async_inplace(tensor, average, name, version, priority)
-    pending.handle.wait()
-    return tensor
+    return push_pull_async_inplace(tensor, average, name, version, priority).wait()
 
 
-def poll(handle: Pending | Handle[Any]) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return whether an operation has ended, with or without an error; never blocks."""
-    return handle.poll() if isinstance(handle, Handle) else _pending(handle).handle.poll()
+    if not isinstance(handle, Handle):
+        raise _not_a_handle(handle)
+    return handle.poll()
 
 
-def synchronize(handle: Pending | Handle[Any], *, timeout_s: float | None = None) -> Any:
+def synchronize(handle: Handle[Any], *, timeout_s: float | None = None) -> Any:
     """Wait for an operation and return its result, or raise its error.
 
     Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
     """
-    if isinstance(handle, Handle):
-        return handle.wait(timeout_s)
-    _pending(handle).handle.wait(timeout_s)
-    return handle.output
+    if not isinstance(handle, Handle):
+        raise _not_a_handle(handle)
+    return handle.wait(timeout_s)
 
 
 class _PushPull(torch.autograd.Function):
@@ -187,13 +204,13 @@ def _apply(tensor: torch.Tensor, *how: Any) -> torch.Tensor:
 
 def _start(
     source: torch.Tensor, output: torch.Tensor, name: str, average: bool, priority: int
-) -> Pending:
+) -> PushPullHandle:
     array, code = view_of(source), wire_dtype(source.dtype, name)
     out = array if output is source else view_of(output)
     handle = current.current().push_pull_async(
         array, name, average=average, priority=priority, out=out, dtype=code
     )
-    return Pending(handle, output)
+    return PushPullHandle(handle, output)
 
 
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
@@ -230,10 +247,8 @@ def _named(average: bool | str, name: str | None, call: str) -> tuple[bool, str]
     return average, check_name(name, call)
 
 
-def _pending(handle: Pending) -> Pending:
-    if isinstance(handle, Pending):
-        return handle
-    raise TypeError(
+def _not_a_handle(given: object) -> TypeError:
+    return TypeError(
         "poll() and synchronize() need the handle of an operation, as push_pull_async() returns, "
-        f"not {type(handle).__name__} {handle!r:.40}"
+        f"not {type(given).__name__} {given!r:.40}"
     )
