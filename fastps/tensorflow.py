@@ -22,7 +22,6 @@ from fastps import (
     BOR,
     BXOR,
     Adasum,
-    Compression,
     Max,
     Min,
     ProcessSet,
@@ -84,6 +83,7 @@ from fastps.frameworks.tensorflow.collectives import (
     reducescatter,
     size_op,
 )
+from fastps.frameworks.tensorflow.compression import Compression
 from fastps.frameworks.tensorflow.optimizer import (
     DistributedOptimizer,
 )

@@ -139,7 +139,14 @@ TRAINING = """
             step(*batch(number, part, parts))
     alone = begin(0)
     train(tf.GradientTape, alone, 0, 1, tf.function)
-    for way in ({}, {"bucket_bytes": 0}, {"compression": fps.Compression.fp16}):
+    for kind in (fps.Compression.none, fps.Compression.fp16, fps.Compression.bf16):
+        for x in (tf.constant([0.5, 3.0]), tf.constant([0.5, 3.0], tf.float64), tf.constant([7])):
+            sent, context = kind.compress(x)
+            is_small = kind is not fps.Compression.none and x.dtype.is_floating
+            assert (sent.dtype.size == 2) == is_small
+            same(kind.decompress(sent, context), x)
+    for way in ({}, {"bucket_bytes": 0}, {"compression": fps.Compression.fp16},
+                {"compression": fps.Compression.none}):
         for wrap in (lambda f: f, tf.function):
             weights = begin(rank)
             fps.broadcast_variables(weights)
