@@ -159,14 +159,21 @@ class Recorder:
 
     def _merge_as_last(self) -> None:
         """Merge the traces of this directory if all their processes have ended."""
-        with contextlib.suppress(OSError):
+        target = self._folder / MERGED
+        try:
             lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if all(map(_has_ended, self._folder.glob(f"*{NOTES_SUFFIX}"))):
-                    merge(self._folder, self._folder / MERGED)
+                    merge(self._folder, target)
             finally:
                 os.close(lock)
+        except OSError as error:
+            log.warning(
+                "cannot write the timeline %s: %s; make room for it, or merge the traces into "
+                "another file: fastps timeline %s FILE",
+                target, error.strerror or error, self._folder,
+            )  # fmt: skip
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""

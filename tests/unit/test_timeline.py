@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aids.timeline_rules import check_timeline, durations
+from fastps import _core, config
 from fastps.errors import FastPSError
 from fastps.telemetry.clock import Alignment, best_of, sample_of
+from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.spans import (
     AWAIT,
     DROPPED,
@@ -149,3 +151,13 @@ def test_servers_say_who_pushed(tmp_path):
     leave(tmp_path, 0, [(SUM, 1, 2)])
     event = next(e for e in merged(tmp_path)["traceEvents"] if e["ph"] == "X")
     assert event["args"] == {"version": 7, "bytes": 1000, "key": 3 << 16 | 1}
+
+
+def test_a_timeline_that_cannot_be_written_is_reported(tmp_path, caplog):
+    """It was not: the process that ends last merges, and there is nobody else to notice."""
+    (tmp_path / "timeline.json").mkdir()
+    settings = config.load({"trace_dir": str(tmp_path)}, environ={})
+    recorder = Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns)
+    recorder.close()
+    assert f"fastps timeline {tmp_path} FILE" in caplog.text
+    assert "Is a directory" in caplog.text
