@@ -31,7 +31,7 @@ parser.add_argument(
 )  # fmt: skip
 parser.add_argument("--disable-dynamic-topology", action="store_true")
 parser.add_argument(
-    "--average-every", type=int, default=20, help="iterations for a global average"
+    "--average-every", type=int, default=20, help="iterations for a global average, or a barrier"
 )
 parser.add_argument("--threshold", type=float, default=85.0, help="least accuracy in per cent")
 
@@ -103,6 +103,8 @@ def train(epoch):
     for batch_idx, (data, target) in enumerate(train_loader):
         if not args.disable_dynamic_topology:
             dynamic_topology_update(epoch, batch_idx)
+        if args.dist_optimizer == "win_put":  # else a fast worker would soon train alone
+            optimizer.force_barrier = batch_idx % args.average_every == 0
         optimizer.zero_grad()
         loss = F.nll_loss(model(data), target)
         loss.backward()
