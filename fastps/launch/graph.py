@@ -104,7 +104,10 @@ def draw(graph: Topology, title: str, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+        raise ConfigError(
+            f"cannot write {path}: {error}; give --png a file name like graph.png in a folder "
+            "that you can write"
+        ) from error
 
 
 def _arrow(

@@ -134,7 +134,9 @@ def _file(text: str) -> pathlib.Path:
 def _setting(text: str) -> tuple[str, str]:
     name, is_set, value = text.partition("=")
     if not is_set or not name or "\0" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE; write a variable like --env OMP_NUM_THREADS=1"
+        )
     if name == "FASTPS_TOKEN":
         raise argparse.ArgumentTypeError(
             "other users can read a token on a command line; use --token-file"

@@ -298,7 +298,8 @@ class _Answers:
         if late:
             names = ", ".join(f"worker {one.rank}" for one in late)
             raise StallError(
-                f"{names} did not finish within timeout_s={timeout_s:g} and will be interrupted"
+                f"{names} did not finish within timeout_s={timeout_s:g} and will be interrupted; "
+                "raise timeout_s if the work takes longer"
             )
         return [self._answers[one.rank][1] for one in self._asked]
 

@@ -67,7 +67,10 @@ def _merge(folder: Path, target: Path) -> Summary:
     try:
         return merge(folder, target)
     except OSError as error:
-        raise FastPSError(f"cannot write the timeline {target}: {error.strerror}") from error
+        raise FastPSError(
+            f"cannot write the timeline {target}: {error.strerror}; name a file that can be "
+            f"written: fastps timeline {folder} FILE"
+        ) from error
 
 
 def describe(target: Path, summary: Summary) -> str:

@@ -578,7 +578,8 @@ def _out_wire(out: Array | None, source: Array, name: str | None) -> Array | Non
     if out.dtype != source.dtype:
         what = "the tensor" if name is None else f"tensor {name!r}"
         raise ValueError(
-            f"{what}: out is {out.dtype}, but the input is {source.dtype}; both must be alike"
+            f"{what}: out is {out.dtype}, but the input is {source.dtype}; both must be alike: "
+            f"pass an out of {source.dtype}, or leave out= away"
         )
     return _wire(out)
 

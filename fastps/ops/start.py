@@ -310,7 +310,7 @@ def _place_for(
 ) -> Array:
     """Return where everybody's rows go."""
     if out is not None and not is_apart(array, out, sum(counts[:rank]) * width_of(array)):
-        raise ValueError("array and out overlap; pass two that are apart")
+        raise _overlap("allgather", name, array, out)
     return _result_of("allgather", name, (sum(counts), *array.shape[1:]), array.dtype, out)
 
 
@@ -479,7 +479,7 @@ def _swapping(rows: Rows, out: Array | None, received: list[int]) -> Stages:
     received[:] = blocks.counts
     group, array = rows.group, rows.array
     if out is not None and not is_apart(array, out):
-        raise ValueError("array and out overlap; pass two that are apart")
+        raise _overlap("alltoall", rows.name, array, out)
     shape = sum(received), *array.shape[1:]
     out = _result_of("alltoall", rows.name, shape, array.dtype, out)
     if blocks.is_whole:
@@ -558,7 +558,10 @@ def start_grouped_reducescatter(
 def _rows_of_each(array: Array, group: Group) -> list[int]:
     """Divide rows evenly, in the order of members; the first get what is left."""
     if not array.ndim:
-        raise ValueError("reducescatter() needs an array of at least one dimension")
+        raise ValueError(
+            "reducescatter() divides rows and needs an array of 1 or more dimensions, got shape "
+            "(): pass array.reshape(1)"
+        )
     each, rest = divmod(len(array), group.size)
     return [each + (member < rest) for member in range(group.size)]
 
@@ -570,12 +573,23 @@ def _result_of(
     if out is None:
         return current().groups.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous:
-        what = call if name is None else f"{call} {name!r}"
         is_whole = "" if out.flags.c_contiguous else ", not C-contiguous"
         raise ValueError(
-            f"{what}: out is {out.dtype} {out.shape}{is_whole}, but the result is {dtype} {shape}"
+            f"{_shown(call, name)}: out is {out.dtype} {out.shape}{is_whole}, but the result is "
+            f"{dtype} {shape}; pass such an array, C-contiguous, or leave out= away"
         )
     return out
+
+
+def _overlap(call: str, name: str | None, array: Array, out: Array) -> ValueError:
+    return ValueError(
+        f"{_shown(call, name)}: array, of shape {array.shape}, and out, of shape {out.shape}, "
+        "overlap in memory; pass two that are apart, or leave out= away"
+    )
+
+
+def _shown(call: str, name: str | None) -> str:
+    return call if name is None else f"{call} {name!r}"
 
 
 def start_reduce(
@@ -621,7 +635,7 @@ def _gathering_to(rows: Rows, out: Array | None) -> Stages:
     is_root = group.rank == root
     out = _result_of("gather", rows.name, shape, array.dtype, out) if is_root else None
     if out is not None and not is_apart(array, out):
-        raise ValueError("array and out overlap; pass two that are apart")
+        raise _overlap("gather", rows.name, array, out)
     if blocks.is_whole:
         return completed(array if out is None else blocks.land(out))
     sizes = [count * rows.width for count in blocks.counts]

@@ -162,7 +162,8 @@ class StoreBoard:
             if "timeout" not in str(error).lower():  # each kind of store has its own
                 raise
             raise TransportTimeout(
-                f"rank 0 has not posted the job's address in {_STORE} within {timeout_s:.3g} s"
+                f"rank 0 has not posted the job's address in {_STORE} within {timeout_s:.3g} s: "
+                "see what rank 0 printed, or raise FASTPS_START_TIMEOUT_S if it only starts slowly"
             ) from error
         return self._store.get(self._key).decode()
 

@@ -108,8 +108,8 @@ class GradientExchange:
         self._compression, self._rule = compressor_of(compression), rule_of(rule)
         if self._rule is not None and (op is not Average or process_set is not global_process_set):
             raise ValueError(
-                "rule= replaces the average over all workers: it needs op=Average and no "
-                "process_set="
+                "rule= replaces the average over all workers, and needs op=Average and no "
+                f"process_set=, got {op} and {process_set}: leave these out, or rule="
             )
         sparse_as_dense = sparse_as_dense or self._rule is not None  # rows would bypass it
         self.learning_rate: Callable[[], float | None] = lambda: None  # of the next step

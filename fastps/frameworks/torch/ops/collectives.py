@@ -235,7 +235,10 @@ def sparse_allreduce_async(
     Calling the handle, as in Horovod, returns the result.
     """
     if op not in (Average, Sum):
-        raise ValueError(f"op must be Average or Sum for sparse tensors, not {op.value}")
+        raise ValueError(
+            f"op must be Average or Sum for sparse tensors, not {op.value}: use one of them, or "
+            "allreduce() of tensor.to_dense()"
+        )
     return start_rows(tensor, op, name, process_set)
 
 

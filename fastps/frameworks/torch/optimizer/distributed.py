@@ -196,7 +196,10 @@ def _is_async(
             "PipeSGD"
         )
     if not is_async and compensation is not None:
-        raise ValueError("delay_compensation needs asynchronous=True")
+        raise ValueError(
+            f"delay_compensation={compensation} needs asynchronous=True: pass that too, or "
+            "leave delay_compensation out"
+        )
     if is_async and (op is not Average or who is not global_process_set):
         raise ValueError("asynchronous=True does not support op= or process_set=: remove them")
     if is_async and compression is not Compression.none:
