@@ -85,15 +85,19 @@ class Scheduler:
         on_ready: Callable[[str, int], None] | None = None,
         listeners: Sequence[socket.socket] = (),
         machines: Mapping[Place, str] | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """listeners: bound sockets to take over; on_ready: called with host and port.
 
-        machines: of the members, as far as a launcher knows. Raises ConfigError for a wrong token.
+        machines: of the members, as far as a launcher knows. on_change: called on the loop's
+        thread when the state of the job may have changed, before any member hears of it. Raises
+        ConfigError for a wrong token.
         """
         self._config = config
         # changed on the loop's thread alone, read by others
         self.membership = Membership(config, now=time.monotonic(), machines=machines)
         self._on_ready = on_ready
+        self._on_change = on_change
         self._listeners = list(listeners)
         self._token = _job_token(config)
         self._tokens: dict[int, Token] = {}  # that members have proven to have, by peer
@@ -135,6 +139,11 @@ class Scheduler:
         """Return which member was lost first, if any; from any thread, also after the end."""
         return self.membership.first_cause
 
+    @property
+    def n_connections(self) -> int:
+        """Return the number of control connections: of members, and of those that ask to join."""
+        return len(self._controls)
+
     async def run(self) -> int:
         """Listen and serve until the job is over; return the exit status of the process."""
         self._loop = asyncio.get_running_loop()
@@ -167,27 +176,20 @@ class Scheduler:
 
     def stop(self, reason: str) -> None:
         """End the job in order; a second call ends it at once. From any thread."""
-        self._call(self._stop, reason)
+        with contextlib.suppress(AttributeError, RuntimeError):  # no loop yet, or no more
+            self._loop.call_soon_threadsafe(self._stop, reason)
 
     def expect_ends(self, places: Sequence[Place], why: str) -> None:
-        """Note that a launcher is about to end these processes. From any thread."""
+        """Note that a launcher is about to end these processes. From the loop's thread."""
         self._has_launcher_ended = True
-        self._call(self.membership.expect_ends, places, why)
+        self.membership.expect_ends(places, why)
 
     def request_locations(self) -> None:
         """Log which workers wait for which, once they have answered. From the loop's thread."""
         self._do(self.membership.request_locations(self._loop.time()))
 
     def report_absent(self, message: Absent) -> None:
-        """Note that a process has ended, as its launcher reports. From any thread."""
-        self._call(self._report_absent, message)
-
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
-        """Call a method on the loop's thread, unless the loop has ended or not begun."""
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _report_absent(self, message: Absent) -> None:
+        """Note that a process has ended, as its launcher reports. From the loop's thread."""
         self._do(self.membership.receive(0, message, self._loop.time()))
 
     # ---- listening ----
@@ -278,7 +280,7 @@ class Scheduler:
             if join is None:
                 await self._serve_pulse(sender, reader, writer)
             elif isinstance(join, Absent):
-                self._report_absent(join)
+                self.report_absent(join)
             elif isinstance(join, Attend):
                 await self._serve_launcher(reader, writer)
             else:
@@ -351,6 +353,7 @@ class Scheduler:
     # ---- actions ----
 
     def _do(self, actions: list[Action]) -> None:
+        self._on_change()
         for action in actions:
             if isinstance(action, Send):
                 self._send(action)

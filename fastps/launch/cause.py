@@ -20,11 +20,11 @@ from fastps.control.blame import LEFT
 from fastps.launch.machine import Machine
 from fastps.launch.output import Screen
 from fastps.launch.processes import Child
-from fastps.launch.scheduler import ENDED_BY, SchedulerThread
+from fastps.launch.scheduler import ENDED_BY, SchedulerProcess
 
 PROGRAMS = ("worker", "validator", "machine")  # parts that run the user's command
 
-Part: TypeAlias = Child | SchedulerThread | Machine
+Part: TypeAlias = Child | SchedulerProcess | Machine
 
 _LOG_HEAD = re.compile(r"[-\d]+ [\d:,]+ \w+ [A-Z]+ [\w.]+: ")  # time, role, level and place
 # Lines that do not explain why a process ended: our banner, and what JAX, TensorFlow and gdb add.
@@ -122,7 +122,7 @@ def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
     if accusation is None:
         return Cause(f"{failed.describe()} {how}", code, failed, how, last_output(failed))
     text = f"{accusation.text}; {failed.describe()} gave up because of that and {how}"
-    if failed.describe().startswith(SchedulerThread.description):
+    if failed.describe().startswith(SchedulerProcess.description):
         text = accusation.text
     return Cause(text, code, failed, how, accusation=accusation.text)
 

@@ -4,8 +4,9 @@
 fastps-run -H starts `python -m fastps.launch.follower` by ssh on each host. The follower reads
 everything from its standard input, so that no secret appears in a command line or an environment:
 a request with the token, then the scheduler's address, then orders. When that input ends, as with
-a lost connection, the follower ends all that it has started. Its own messages are lines on
-standard output that begin with a mark from the request; other lines are output of the processes.
+a lost connection, the follower ends all that it has started (survival.py). Its own messages are
+lines on standard output that begin with a mark from the request; other lines are output of the
+processes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fastps.config import load, process_environment
 from fastps.config.token import hold_token
 from fastps.config.versions import version_of
 from fastps.errors import ConfigError, FastPSError, TransportError
+from fastps.launch import survival
 from fastps.launch.cause import Cause
 from fastps.launch.exit_report import EXIT_SETTINGS, show_end
 from fastps.launch.job import SignalInbox
@@ -97,7 +99,8 @@ class Orders(SignalInbox):
             found += [signal.SIGTERM] * 2 if number == signal.SIGKILL else [number]
         if not self._is_open and self._source >= 0:
             self._source = -1
-            found.append(signal.SIGTERM)
+            if not survival.outlives_leader():
+                found.append(signal.SIGTERM)
         return self._sort([number for number in found if number])
 
     def _receive(self) -> None:

@@ -3,11 +3,11 @@
 
 Decides when each process is signalled and what the job's exit code is. Knows no command line.
 Theory: one thread sleeps in `select` on all pipes and on a socket that signal handlers write to.
-A job has parts: processes and, on machine 0, the thread of the scheduler. They are stopped in the
-order workers, servers, scheduler, so that no part loses one that it still needs; each step is a
-signal, a grace period and SIGKILL. In a job on several machines, servers and scheduler first wait
-for the workers of the others. A slow reader of the launcher's output delays the parts that write,
-as a full pipe does, and nothing else: signals, ends and deadlines are served meanwhile.
+A job has parts: processes, among them on machine 0 the scheduler. They are stopped in the order
+workers, servers, scheduler, so that no part loses one that it still needs; each step is a signal,
+a grace period and SIGKILL. In a job on several machines, servers and scheduler first wait for the
+workers of the others. A slow reader of the launcher's output delays the parts that write, as a
+full pipe does, and nothing else: signals, ends and deadlines are served meanwhile.
 Invariants: every wait has a deadline or ends with the job. The first cause is never replaced by a
 later one. When `run` returns, no process of the job is left.
 """
@@ -38,7 +38,7 @@ from fastps.launch.messenger import CauseListener
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, end_helpers, helpers, sweep
 from fastps.launch.progress_line import PERIOD_S, LiveLine, MergedLine
-from fastps.launch.scheduler import SchedulerThread
+from fastps.launch.scheduler import LOCATED_S, SchedulerProcess
 from fastps.session import outside_job
 
 EXIT_TIMEOUT = 124
@@ -138,7 +138,7 @@ class Job:
         self._on_end = on_end
         self._on_cause = on_cause
         self._live: LiveLine | MergedLine | None = None
-        self._scheduler: SchedulerThread | None = None
+        self._scheduler: SchedulerProcess | None = None
         self._cause_listener: CauseListener | None = None
         self._failed: list[Part] = []  # in the order of their ends
         self._lost: list[Part] = []  # failed workers without which the others continue
@@ -148,7 +148,7 @@ class Job:
         self._is_stop_reported = False
         self._has_waited = False  # longer, for a process that is accused and about to end
         self._is_stopping = False
-        self._is_interrupted = False
+        self._interrupted_by = 0  # the user's first signal
         self._is_hurried = False
 
     def add(self, part: Part) -> None:
@@ -158,10 +158,11 @@ class Job:
             os.set_blocking(pipe.fileno(), False)
             self._selector.register(pipe, selectors.EVENT_READ, stream)
 
-    def add_scheduler(self, scheduler: SchedulerThread) -> None:
+    def add_scheduler(self, scheduler: SchedulerProcess) -> None:
         """Watch the scheduler too, which knows when the job is over."""
         self._scheduler = scheduler
         self.add(scheduler)
+        self._selector.register(scheduler, selectors.EVENT_READ)
 
     def add_cause_listener(self, listener: CauseListener | None) -> None:
         """Learn the first cause from a scheduler on another machine."""
@@ -284,7 +285,7 @@ class Job:
                 for number in self._inbox.take():
                     self._interrupt(number)
                 self._pass_on()
-            elif self._has_room():
+            elif key.data is not None and self._has_room():  # else news of the scheduler
                 self._read(key, key.data)
         now = time.monotonic()
         for stream in self._streams(self.parts):
@@ -295,9 +296,10 @@ class Job:
         with selectors.EpollSelector() as selector:
             for outlet in self._screen.unread():
                 selector.register(outlet, selectors.EVENT_WRITE)
-            selector.register(
-                self._selector if self._has_room() else self._inbox, selectors.EVENT_READ
-            )
+            urgent = [self._inbox, self._scheduler]
+            for source in [self._selector] if self._has_room() else urgent:
+                if source is not None:
+                    selector.register(source, selectors.EVENT_READ)
             selector.select(timeout_s)
         self._screen.flush()
 
@@ -324,11 +326,22 @@ class Job:
     def _notice_ends(self) -> None:
         ended = [part for part in self.parts if part.notice_end()]
         failed = [part for part in ended if part.exit_code != 0]
+        if self._scheduler is not None:
+            self._scheduler.receive_news()  # what it knew when they ended
+            self._report_stopped_scheduler(self._scheduler)
         for part in ended if self.cause is None and not self._is_stopping else ():
             if isinstance(part, Child):
                 self._on_end(part)
         if not self._is_stopping and failed:
             self._take_failed(failed)
+
+    def _report_stopped_scheduler(self, scheduler: SchedulerProcess) -> None:
+        if scheduler.notice_stop():
+            self._screen.report(
+                f"{scheduler.describe()}: stopped by a signal (SIGSTOP); no process can join or "
+                f"leave, and no loss is noticed; resume it with `kill -CONT {scheduler.pid}`",
+                is_alarm=True,
+            )
 
     def _take_failed(self, failed: Sequence[Part]) -> None:
         self._drain(self._streams(failed))
@@ -440,12 +453,12 @@ class Job:
         hostname, do not use the job.
         """
         job, workers = self._scheduler, [part for part in self.parts if part.role == "worker"]
-        if self.cause is not None or not workers or job is None or job.membership.has_begun:
+        if self.cause is not None or not workers or job is None or job.state.has_begun:
             return
         self._drain(self._streams(workers))
         lines = [line for part in workers for line in part.stderr.tail]
         has_trained_alone = any(outside_job.WORDS in line for line in lines)
-        if job.n_workers > 1 and (job.membership.has_been_tried or has_trained_alone):
+        if job.n_workers > 1 and (job.state.has_been_tried or has_trained_alone):
             self.set_cause(Cause(
                 f"the {job.n_workers} workers ended with code 0 but were never in one job "
                 "together, so each of them trained alone; let all of them call fastps.init(), or "
@@ -468,7 +481,7 @@ class Job:
             self._is_hurried = True
             self._kill_all()
             return
-        self._is_interrupted = True
+        self._interrupted_by = number
         name = signal.Signals(number).name
         if self._inbox.is_users:
             self._screen.report(
@@ -476,7 +489,6 @@ class Job:
             )
         if self._scheduler is not None:
             self._scheduler.request_locations()
-        self._signal([*self._alive("worker"), *self._alive("machine")], number)
 
     def _pass_on(self) -> None:
         """Forward the user's own signals, such as SLURM's before a time limit, to all programs."""
@@ -489,13 +501,17 @@ class Job:
                 part.pass_on(number)
 
     def _stop_in_order(self) -> None:
-        """End workers, then servers, then the scheduler, each with a grace period."""
+        """End workers, then servers, then the scheduler, each with a grace period.
+
+        The user's signal goes to the programs once the scheduler has asked them where they are.
+        """
         self._is_stopping = True
         self._deadline = None
+        self._wait_while(self._is_locating, until=time.monotonic() + LOCATED_S)
         for role in _STOP_ORDER:
             group = self._alive(role)
-            if not (self._is_interrupted and role in PROGRAMS):  # these got the user's signal
-                self._signal(group, signal.SIGTERM)
+            is_users = self._interrupted_by and role in PROGRAMS
+            self._signal(group, self._interrupted_by if is_users else signal.SIGTERM)
             self._wait_for(group, self._grace_s)
             late = self._alive(role)
             if late:
@@ -503,6 +519,9 @@ class Job:
                 self._screen.report(f"{names}: did not end within {self._grace_s:g} s, killed")
             self._signal(late, signal.SIGKILL)
             self._wait_for(late, _KILL_WAIT_S)
+
+    def _is_locating(self) -> bool:
+        return not (self._is_hurried or self._scheduler is None or self._scheduler.has_located)
 
     def _end_helpers(self) -> None:
         """End processes that the workers left: wait for them, then SIGTERM and a grace period.
@@ -574,7 +593,7 @@ class Job:
         if self.cause is not None:
             return
         workers = [part for part in self.parts if part.role == "worker"]
-        if workers and self._scheduler is not None and not self._scheduler.membership.has_begun:
+        if workers and self._scheduler is not None and not self._scheduler.state.has_begun:
             self._screen.report(
                 f"no worker called fastps.init(): these were {len(workers)} separate runs of the "
                 "same program. Call init() before the training, or run it without fastps-run",

@@ -279,7 +279,7 @@ def _token(options: Options, environment: Mapping[str, str]) -> str:
 def _describe(options: Options, environment: Mapping[str, str]) -> list[str]:
     """Describe the start on every machine; values that are chosen later are shown as zero."""
     inherited = inherited_environment(environment)
-    lines = ["# scheduler: a thread of fastps-run on the first machine; token, address and port "
+    lines = ["# scheduler: a process of fastps-run on the first machine; token, address and port "
              "are chosen at the start"]  # fmt: skip
     where = options.scheduler_host
     identity = Identity(options.job_id, None, (where, options.scheduler_port), (where, 0))

@@ -20,9 +20,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fastps.launch import survival
 from fastps.launch.limits import StartError
 from fastps.launch.output import Screen, Stream
-from fastps.launch.processes import Subprocess, describe_exit, die_with_parent
+from fastps.launch.processes import Subprocess, before_program, describe_exit
 
 EXIT_LOST = 255  # the exit code of ssh for a lost connection
 MAX_REQUEST_BYTES = 1 << 20  # size of the pipe, so that writes never wait for the network
@@ -302,7 +303,9 @@ def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Po
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,
-            preexec_fn=die_with_parent(os.getpid(), False),  # safe: no thread yet
+            preexec_fn=before_program(
+                has_terminal=False, dies_with_us=not survival.outlives_leader()
+            ),  # safe: no thread yet
         )
     except OSError as error:
         advice = "; install an ssh client" if argv[0] == "ssh" else ""

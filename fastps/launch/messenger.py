@@ -2,7 +2,7 @@
 """The launcher's messages to and from the job's scheduler, on this machine or another one.
 
 `Messenger` reports ended processes to the scheduler, which knows nothing of those that never
-joined. On the scheduler's machine that is a call; from other machines it is a connection. Only
+joined. On the scheduler's machine that is an order; from other machines it is a connection. Only
 ends within the start timeout are reported: later the scheduler knows every member.
 
 `CauseListener` learns from a scheduler on another machine which member was lost first. A lost
@@ -40,7 +40,7 @@ from fastps.errors import FastPSError
 from fastps.launch.options import Options
 from fastps.launch.plan import ProcessSpec
 from fastps.launch.processes import Child
-from fastps.launch.scheduler import SchedulerThread
+from fastps.launch.scheduler import SchedulerProcess
 from fastps.security.tokens import parse
 
 REPORT_S = 2.0  # for a report to a scheduler on another machine
@@ -55,7 +55,7 @@ class Messenger:
         self, options: Options, inherited: Mapping[str, str], plan: Sequence[ProcessSpec]
     ) -> None:
         """Create it when the job starts; plan: its processes on this machine."""
-        self.scheduler: SchedulerThread | None = None
+        self.scheduler: SchedulerProcess | None = None
         self._environs = {
             (spec.role, spec.rank): {**inherited, **spec.environment}
             for spec in plan

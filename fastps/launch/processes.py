@@ -2,31 +2,37 @@
 """Child processes: started in a group of their own, signalled as a group, reaped once.
 
 Moves signals and exit states; does not decide when. Invariants: the kernel kills a child when the
-launcher dies (PR_SET_PDEATHSIG). Orphans of a child become children of the launcher
-(PR_SET_CHILD_SUBREAPER), and `sweep` finds them. A process id is signalled only before it is
-reaped, so that a reused id is never hit. Used from the launcher's main thread; processes are
-started while it is the only thread.
+launcher dies (PR_SET_PDEATHSIG), unless survival.py decides otherwise. Orphans of a child become
+children of the launcher (PR_SET_CHILD_SUBREAPER), and `sweep` finds them. A process id is
+signalled only before it is reaped, so that a reused id is never hit. Used from the launcher's main
+thread; processes are started while it is the only thread. `Child` runs a program; `fork` runs a
+function of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pathlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, BinaryIO
 
+from fastps.launch import survival
 from fastps.launch.limits import StartError, memory_kills
 from fastps.launch.output import Screen, Stream, name_of
 from fastps.launch.plan import ProcessSpec
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _STDIN = 0
+_EXIT_FORK = 1  # of a forked child whose function has raised an exception
 _SWEEP_GRACE_S = 1.0  # for helpers of a dead worker, such as shared memory trackers, to clean up
 _SWEEP_LIMIT_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -131,10 +137,15 @@ class Child(Subprocess):
 
     def describe_end(self) -> str:
         """Return in words how the process ended."""
-        how = describe_exit(self.exit_code or 0)
-        if self.exit_code == -signal.SIGKILL and memory_kills() > self._memory_kills:
-            return f"{how}: the kernel had no memory left in its control group (OOM killer)"
-        return how
+        return describe_death(self.exit_code or 0, self._memory_kills)
+
+
+def describe_death(code: int, kills_before: int) -> str:
+    """Return in words how a process ended; kills_before: memory_kills() at its start."""
+    how = describe_exit(code)
+    if code == -signal.SIGKILL and memory_kills() > kills_before:
+        return f"{how}: the kernel had no memory left in its control group (OOM killer)"
+    return how
 
 
 def describe_exit(code: int) -> str:
@@ -212,7 +223,10 @@ def _descendants(root: int) -> list[int]:
 
 
 def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    has_terminal = spec.has_stdin and _has_terminal()
+    prepare = before_program(
+        has_terminal=spec.has_stdin and _has_terminal(),
+        dies_with_us=not survival.outlives_launcher(spec.role),
+    )
     try:
         return subprocess.Popen(
             spec.argv,
@@ -222,12 +236,71 @@ def _start(spec: ProcessSpec, *, inherited: Mapping[str, str]) -> subprocess.Pop
             stderr=subprocess.PIPE,
             bufsize=0,
             process_group=0,
-            preexec_fn=die_with_parent(os.getpid(), has_terminal),  # safe: no thread yet
+            preexec_fn=prepare,  # safe: no thread yet
         )
     except OSError as error:
         code = 127 if isinstance(error, FileNotFoundError) else 126
         message = f"cannot start {spec.name}: {spec.argv[0]!r}: {error.strerror}"
         raise StartError(message, exit_code=code) from error
+
+
+def fork(
+    work: Callable[[], int], *, name: str, output: int, keeps: Collection[int], dies_with_us: bool
+) -> int:
+    """Run a function in a child process, with its result as the exit code; return the process id.
+
+    name: of the process in ps. output: a descriptor for its standard streams; keeps: those that
+    it goes on to use. All others lead to /dev/null there, since objects that belong to the
+    launcher still hold their numbers. The child ignores signals for the users' programs.
+    """
+    parent = os.getpid()
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+    except OSError as error:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+        text = f"cannot start the process {name}: {error.strerror} (check ulimit -u)"
+        raise StartError(text, exit_code=126) from error
+    if pid == 0:
+        code = _EXIT_FORK
+        try:
+            os.setpgid(0, 0)
+            if dies_with_us:
+                _die_with(parent)
+            _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+            _let_go_of_descriptors(output, keeps)
+            _let_go_of_signals()
+            signal.pthread_sigmask(signal.SIG_SETMASK, former)
+            gc.freeze()  # what the launcher made is not collected here
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    signal.pthread_sigmask(signal.SIG_SETMASK, former)
+    return pid
+
+
+def _let_go_of_descriptors(output: int, keeps: Collection[int]) -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for entry in os.listdir("/proc/self/fd"):
+        number = int(entry)
+        if number in (1, 2):
+            os.dup2(output, number)
+        elif number != nowhere and number not in keeps:
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.fstat(number)
+                os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _let_go_of_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _has_terminal() -> bool:
@@ -245,17 +318,24 @@ def give_terminal(group: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
 
-def die_with_parent(parent: int, has_terminal: bool) -> Callable[[], None]:
+def before_program(*, has_terminal: bool, dies_with_us: bool) -> Callable[[], None]:
     """Return the function that runs in the child before its program."""
+    parent = os.getpid()
 
     def prepare() -> None:
         if has_terminal:
             give_terminal(os.getpid())
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # the launcher died before the line above
-            os._exit(1)
+        if dies_with_us:
+            _die_with(parent)
 
     return prepare
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # the launcher died before the line above
+        os._exit(1)
 
 
 def hold_folder(path: pathlib.Path) -> pathlib.Path:

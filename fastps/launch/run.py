@@ -60,7 +60,8 @@ from fastps.launch.processes import (
     open_stream,
 )
 from fastps.launch.progress_line import ForwardedLine, LiveLine
-from fastps.launch.scheduler import SchedulerThread
+from fastps.launch.scheduler import SchedulerProcess
+from fastps.launch.scheduler_process import LaunchedScheduler
 from fastps.launch.secrets import Handout
 from fastps.launch.torch_names import KeptPort, port_beside
 from fastps.transport import sockets
@@ -71,7 +72,7 @@ _LOOPBACK = "127.0.0.1"
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerSetup:
-    """What the scheduler's thread needs: its settings, and the bound sockets of its port."""
+    """What the scheduler needs: its settings, and the bound sockets of its port."""
 
     settings: Config
     listeners: list[socket.socket]
@@ -211,6 +212,8 @@ def run_plan(
             stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
             messenger.scheduler = _start_scheduler(options, setup, stderr)
             job.add_scheduler(messenger.scheduler)
+            if options.log_level in ("DEBUG", "INFO"):
+                screen.report(f"scheduler is pid {messenger.scheduler.pid}")
         elif options.layout.is_spread:
             job.add_cause_listener(messenger.listen_for_cause())
         is_shown_here = forward_paces is None
@@ -241,19 +244,17 @@ def make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> No
         screen.report(str(error), is_alarm=True)
 
 
-def _start_scheduler(options: Options, setup: SchedulerSetup, stderr: Stream) -> SchedulerThread:
+def _start_scheduler(options: Options, setup: SchedulerSetup, stderr: Stream) -> SchedulerProcess:
     layout = options.layout
     here = len(layout.worker_ranks) + len(layout.server_ranks)
-    thread = SchedulerThread(
+    work = LaunchedScheduler(
         setup.settings,
         setup.listeners,
-        stderr=stderr,
         others=layout.size + layout.num_servers - here,
         patience_s=options.grace_s / 2,  # so that it ends in order within the grace
         machines=layout.places(),
     )
-    thread.start()
-    return thread
+    return SchedulerProcess(work, stderr=stderr)
 
 
 def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
@@ -401,12 +402,12 @@ def _describe_meeting(options: Options, identity: Identity) -> str:
     where = sockets.join_address(*identity.scheduler)
     if not options.layout.is_spread:
         return (
-            "# scheduler: a thread of fastps-run; job id, token and its port are chosen at the "
+            "# scheduler: a process of fastps-run; job id, token and its port are chosen at the "
             "start"
         )
     if options.layout.has_scheduler:
-        return f"# scheduler: a thread of this fastps-run, at {where}"
-    return f"# scheduler: a thread of fastps-run on machine 0, at {where}"
+        return f"# scheduler: a process of this fastps-run, at {where}"
+    return f"# scheduler: a process of fastps-run on machine 0, at {where}"
 
 
 if __name__ == "__main__":

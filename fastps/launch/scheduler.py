@@ -1,99 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job's scheduler as a part of the launcher: a thread with an event loop of its own.
+"""The job's scheduler as a child process of the launcher: its life, the orders to it, its news.
 
-To the job's loop (job.py) the thread looks like one more process: it has a name, a stream of log
-lines and an exit code, and takes SIGTERM and SIGKILL as orders. Its log goes through a pipe, so
-that the launcher's thread wakes up for it and no lock is shared; the end of the pipe means that
-the thread has ended. Invariants: the thread never waits for the launcher's thread (a full pipe
-costs log lines, not heartbeats), and the launcher's waits for it have deadlines.
+To the job's loop (job.py) it looks like any process: it has a name, a stream of log lines and an
+exit code. SIGTERM goes to it as an order with a reason, SIGKILL as that signal. What it does is
+in scheduler_process.py.
 
-The thread starts after all processes, because processes.py may fork only while the launcher has
-one thread. Until then, members that want to join wait in the queue of the listening sockets.
+The process is a fork of the launcher, which has imported all that a scheduler needs. It serves
+within milliseconds, long before the first worker has started, and takes no processor from those
+that start. It comes last, so that no worker waits for the fork. Until it serves, members that want
+to join wait in the queue of the listening sockets.
+
+Orders and news go over a pair of sockets (control/launcher_protocol.py). Invariants: the launcher
+never waits for the scheduler; orders that it does not take yet are kept. News are at least as new
+as every end of a process that was noticed before receive_news(), since the scheduler sends them
+first. Used from the launcher's main thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
-import logging
 import os
+import select
 import signal
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from typing import IO
 
-from fastps.config import Config
+from fastps.control.launcher_protocol import (
+    End,
+    EndWhenLeft,
+    ExpectEnds,
+    FrameReader,
+    Located,
+    Order,
+    RequestLocations,
+    State,
+    pack,
+    unpack_news,
+)
 from fastps.control.membership import Phase
-from fastps.control.protocol import Absent, PeerLost
-from fastps.control.scheduler import Scheduler
-from fastps.errors import ConfigError
+from fastps.control.protocol import Absent, PeerLost, text_of
+from fastps.errors import ProtocolError
+from fastps.launch import survival
+from fastps.launch.limits import memory_kills
 from fastps.launch.output import Stream
-from fastps.launch.processes import describe_exit
-from fastps.server.logs import logging_to
-from fastps.telemetry.status import StatusService
+from fastps.launch.processes import describe_death, fork
+from fastps.launch.scheduler_process import INQUIRY_S, LaunchedScheduler
+from fastps.transport import sockets
 
-log = logging.getLogger(__name__)
-
-EXIT_DIED = 1
 ENDED_BY = "fastps-run on the scheduler's machine ended it"  # the cause on other machines
-INQUIRY_S = 1.5  # for workers to answer what they wait for, and where they are
-_ANSWERS_S = 0.1  # for the first of these answers
-_START_S = 10.0  # for the thread to start
-_NOTICE_S = 1.0  # the end of a process's connection is seen well within this time
-_LOOK_S = 0.02  # between looks at the state of the job while a change is due
-_IDLE_LOOK_S = 0.2  # the same while workers of other machines are active
-_CUT_S = 0.05  # between two cancellations; the first may only begin the closing
+LOCATED_S = INQUIRY_S + 0.5  # for the answer to request_locations()
+_COMMAND_NAME = "fastps:sched"  # in ps and top; at most 15 characters
+_READ_BYTES = 64 * 1024
+_BEFORE_NEWS = State(Phase.LOBBY, 1, 0, False, False, None)
 
 
-class SchedulerThread:
-    """Serve the job's control connections until the job is over or it is told to end."""
+class SchedulerProcess:
+    """The scheduler's process, from its start until it is reaped."""
 
     role = "scheduler"
     name = "scheduler"
     rank = 0
     description = "the scheduler"
 
-    def __init__(
-        self,
-        settings: Config,
-        listeners: Sequence[socket.socket],
-        *,
-        stderr: Stream,
-        others: int,
-        patience_s: float,
-        machines: Mapping[tuple[str, int], str],
-    ) -> None:
-        """Take over the bound sockets and the stream. Raises ConfigError for a wrong token.
-
-        others: number of members on other machines. patience_s: how long they may take to join a
-        job that ends before it began, or to leave one that is broken. machines: name of the
-        machine of each member.
-        """
+    def __init__(self, work: LaunchedScheduler, *, stderr: Stream) -> None:
+        """Start the process, which takes over the bound sockets, and its log's stream."""
         self.exit_code: int | None = None
         self.stderr = stderr
-        self._settings = settings
-        self._scheduler = Scheduler(settings, listeners=listeners, machines=machines)
-        self.membership = self._scheduler.membership
-        self._others = others
-        self._patience_s = patience_s
-        reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
+        self.state = _BEFORE_NEWS
+        self.n_workers = work.settings.size
+        self._is_stop_new = False
+        self._fault = ""
+        self._located = self._requested = 0
+        self._memory_kills = memory_kills()
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
+        self._frames = FrameReader()
+        self._unsent = bytearray()
+        self._is_waiting = False  # to be woken when the scheduler takes more orders
+        self._events = select.epoll()
+        self._events.register(self._socket, select.EPOLLIN)
+        reader, writer = os.pipe()
         self._pipe = os.fdopen(reader, "rb", buffering=0)
-        self._code: int | None = None  # set by the thread, as the last but one thing it does
-        self._is_cut = False
-        self._is_ending = False
-        self._is_up = threading.Event()
-        self._tasks: set[asyncio.Task[None]] = set()  # of the thread's loop
-        self._thread = threading.Thread(target=self._work, name="fastps:scheduler", daemon=True)
+        os.set_blocking(writer, False)  # in the child: a full pipe costs lines
+        self.pid = fork(
+            lambda: work.run(theirs, writer),
+            name=_COMMAND_NAME,
+            output=writer,
+            keeps=(theirs.fileno(), writer, *(sock.fileno() for sock in work.listeners)),
+            dies_with_us=not survival.outlives_launcher(self.role),
+        )
+        theirs.close()
+        os.close(writer)
+        sockets.close_all(list(work.listeners))  # so that nobody waits at a scheduler that died
 
-    def start(self) -> None:
-        """Start the thread and wait until it takes orders."""
-        self._thread.start()
-        self._is_up.wait(_START_S)
-
-    # ---- as a part of the job; for the launcher's thread ----
+    # ---- as a part of the job ----
 
     @property
     def is_alive(self) -> bool:
@@ -109,145 +110,143 @@ class SchedulerThread:
         """Pair the pipe of the log with its stream."""
         yield self._pipe, self.stderr
 
+    def fileno(self) -> int:
+        """Return the descriptor that becomes readable when receive_news() has something to do."""
+        return self._events.fileno()
+
     def notice_end(self) -> bool:
-        """Return whether the thread has ended since the last call."""
-        if self.exit_code is not None or self._code is None:
+        """Reap the process if it has ended; return whether it has since the last call."""
+        if self.exit_code is not None:
             return False
-        self.exit_code = self._code
+        pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
+        if pid == 0:
+            return False
+        if os.WIFSTOPPED(status):
+            self._is_stop_new = True
+            return False
+        self.exit_code = os.waitstatus_to_exitcode(status)
+        self.receive_news()  # the last
         return True
 
+    def notice_stop(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped the process since the last call."""
+        is_new, self._is_stop_new = self._is_stop_new, False
+        return is_new and self.is_alive
+
     def wait(self, timeout_s: float) -> None:
-        """Wait for the end; return silently at the deadline."""
-        self._thread.join(timeout_s)
-        self.notice_end()
+        """Wait for the end and reap the process; return silently at the deadline."""
+        if self.is_alive:
+            pidfd = os.pidfd_open(self.pid)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(timeout_s * 1000)
+            os.close(pidfd)
+            self.notice_end()
 
     def send(self, number: int, *, why: str = "") -> None:
-        """End the job and send the reason to its members; at once for SIGKILL."""
-        self._order(self._cut if number == signal.SIGKILL else functools.partial(self._end, why))
+        """Order the end of the job, with the reason for its members; SIGKILL ends it at once."""
+        if not self.is_alive:
+            return
+        if number == signal.SIGKILL:
+            self._signal(signal.SIGKILL)
+            return
+        self._order(End(text_of(f"{ENDED_BY}: {why}")))
+        self._signal(signal.SIGCONT)
 
     def pass_on(self, number: int) -> None:
         """Do nothing: signals that mean something to users' programs alone."""
 
+    def describe(self) -> str:
+        """Return the name that messages use."""
+        return f"{self.description} (pid {self.pid})"
+
+    def describe_end(self) -> str:
+        """Return in words how it ended."""
+        how = describe_death(self.exit_code or 0, self._memory_kills)
+        return f"{how}, because {self._fault}" if self._fault else how
+
+    # ---- orders ----
+
     def report_absent(self, message: Absent) -> None:
         """Report that a process has ended, which may not have joined yet."""
-        self._scheduler.report_absent(message)
+        self._order(message)
 
     def expect_ends(self, places: Sequence[tuple[str, int]], why: str) -> None:
         """Announce which processes, by role and rank, the launcher is about to end, and why."""
-        self._scheduler.expect_ends(places, f"{ENDED_BY}: {why}")
+        self._order(ExpectEnds(tuple(places), text_of(f"{ENDED_BY}: {why}")))
 
     def request_locations(self) -> None:
-        """Log which workers wait for which; blocks up to INQUIRY_S."""
-        is_done = threading.Event()
-        self._order(functools.partial(self._inquire, is_done))
-        is_done.wait(INQUIRY_S)
+        """Order a log of which workers wait for which; see has_located."""
+        self._requested += 1
+        self._order(RequestLocations(self._requested))
 
     def end_when_left(self, why: str) -> None:
         """End the job as soon as no worker is active in it: none can join any more."""
-        self._order(functools.partial(self._end_when_left, why))
+        self._order(EndWhenLeft(text_of(f"{ENDED_BY}: {why}")))
+
+    # ---- news ----
+
+    @property
+    def has_located(self) -> bool:
+        """Return whether all that request_locations() asked for is logged, or never will be."""
+        return self._located >= self._requested or not self.is_alive
 
     @property
     def has_been_left(self) -> bool:
         """Return whether all workers were in the job together and have left it."""
-        return self.membership.has_begun and self.membership.phase in (Phase.LOBBY, Phase.OVER)
-
-    @property
-    def n_workers(self) -> int:
-        """Return the number of workers of the job."""
-        return self._settings.size
+        return self.state.has_begun and self.state.phase in (Phase.LOBBY, Phase.OVER)
 
     @property
     def first_cause(self) -> PeerLost | None:
         """Return which member was lost first, if any; also after the end."""
-        return self.membership.first_cause
+        return self.state.first_cause
 
-    def describe(self) -> str:
-        """Return the name that messages use."""
-        return self.description
-
-    def describe_end(self) -> str:
-        """Return in words how it ended."""
-        return describe_exit(self.exit_code or 0)
-
-    def _order(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine on the thread's loop, unless the loop has ended or never started."""
-        with contextlib.suppress(AttributeError, RuntimeError):
-            self._loop.call_soon_threadsafe(self._begin, order)
-
-    # ---- in the thread ----
-
-    def _work(self) -> None:
-        code = EXIT_DIED
+    def receive_news(self) -> None:
+        """Take what the scheduler has sent, and send it what it takes now; never wait."""
+        self._flush()
         try:
-            with logging_to(self._writer, self._settings.log_level, role="scheduler"):
-                try:
-                    code = asyncio.run(self._serve())
-                except asyncio.CancelledError:
-                    code = -signal.SIGKILL if self._is_cut else EXIT_DIED
-                except BaseException:
-                    log.exception("the scheduler failed with an unexpected error")
-        finally:
-            self._code = code
-            self._is_up.set()
-            os.close(self._writer)
+            while data := self._socket.recv(_READ_BYTES):
+                for body in self._frames.feed(data):
+                    self._take(unpack_news(body))
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._fault = str(error)
+            self._signal(signal.SIGKILL)
+        except OSError:
+            pass  # it has ended with orders unread
+        self._close()
 
-    async def _serve(self) -> int:
-        self._loop = asyncio.get_running_loop()
-        self._serving = asyncio.ensure_future(self._scheduler.run())
-        await asyncio.sleep(0)  # run() begins
-        self._is_up.set()
-        with contextlib.ExitStack() as stack:
-            try:
-                status = StatusService.of_scheduler(self._settings, self._scheduler.numbers)
-                stack.callback(status.close)
-            except (ConfigError, OSError) as error:  # a port that is taken does not end the job
-                log.warning("the scheduler's status cannot be queried: %s", error)
-            return await self._serving
+    def _take(self, news: State | Located) -> None:
+        if isinstance(news, Located):
+            self._located = news.request
+        else:
+            self.state = news
 
-    def _begin(self, order: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        task = self._loop.create_task(order())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _order(self, order: Order) -> None:
+        if self._socket.fileno() >= 0:
+            self._unsent += pack(order)
+            self._flush()
 
-    async def _wait_until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait until a condition holds, for up to timeout_s."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while not condition():
-                    await asyncio.sleep(_LOOK_S)
+    def _flush(self) -> None:
+        """Send what the scheduler takes now; be woken when it takes more."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent, socket.MSG_NOSIGNAL)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended
+            self._unsent.clear()
+        if self._is_waiting != bool(self._unsent) and self._socket.fileno() >= 0:
+            self._is_waiting = bool(self._unsent)
+            wants = select.EPOLLIN | (select.EPOLLOUT if self._is_waiting else 0)
+            self._events.modify(self._socket, wants)
 
-    async def _end(self, why: str) -> None:
-        """Let members that just died be reported as the cause, then end the job in order."""
-        job = self.membership
-        await self._wait_until(lambda: job.phase is not Phase.RUNNING, timeout_s=_NOTICE_S)
-        await self._wait_until(self._has_everybody_come, timeout_s=self._patience_s)
-        if job.phase is not Phase.OVER and not self._is_ending:  # a second stop ends it at once
-            self._is_ending = True
-            self._scheduler.stop(f"{ENDED_BY}: {why}")
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-    def _has_everybody_come(self) -> bool:
-        """Return whether no member is still on its way, which would find no scheduler and wait."""
-        job = self.membership
-        has_begun = job.generation > 1 or job.phase is not Phase.LOBBY
-        return has_begun or len(job.members()) >= self._others
-
-    async def _inquire(self, is_done: threading.Event) -> None:
-        if self.membership.phase is Phase.RUNNING:
-            self._scheduler.request_locations()
-            await asyncio.sleep(_ANSWERS_S)
-            await self._wait_until(lambda: not self.membership.inquiries, timeout_s=INQUIRY_S)
-        is_done.set()
-
-    async def _end_when_left(self, why: str) -> None:
-        job = self.membership
-        while job.phase is Phase.RUNNING:  # leases bound this: a silent member is lost
-            await asyncio.sleep(_IDLE_LOOK_S)
-        if job.phase is Phase.BROKEN:
-            await self._wait_until(lambda: job.phase is Phase.OVER, timeout_s=self._patience_s)
-        await self._end(why)
-
-    async def _cut(self) -> None:
-        self._is_cut = True
-        while not self._serving.done():
-            self._serving.cancel()
-            await asyncio.sleep(_CUT_S)
+    def _close(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._events.unregister(self._socket)
+            self._socket.close()

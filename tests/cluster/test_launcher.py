@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """fastps-run with real processes; a small stand-in takes the place of the server program.
 
-The scheduler is the real one, in the launcher; nobody joins it here.
+The scheduler is the real one; nobody joins it here.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -50,6 +51,7 @@ while not mark.exists() or os.path.exists(f"/proc/{mark.read_text()}"):
     time.sleep(0.01)
 sys.exit(9)
 """
+SCHEDULER = r"\[fastps-run\] the scheduler \(pid \d+\) "
 FOREVER = "import signal; print('ready', flush=True); signal.pause()"
 
 
@@ -374,7 +376,7 @@ def test_dry_run_starts_nothing_and_hides_the_token(job):
     commands = [line for line in result.stdout.splitlines() if not line.startswith("#")]
     assert len(commands) == 4
     assert all("FASTPS_TOKEN=*** " in line for line in commands)
-    assert result.stdout.startswith("# scheduler: a thread of fastps-run")
+    assert result.stdout.startswith("# scheduler: a process of fastps-run")
     assert not (job.folder / "x").exists()
 
 
@@ -437,32 +439,32 @@ def test_scheduler_answers_from_the_beginning(job):
 def test_scheduler_that_nobody_joins_is_the_cause(job):
     result = job.run(job.python("-np", "2", "--start-timeout", "0.3", code=FOREVER))
     assert result.returncode == 1
-    assert last_line(result).startswith("[fastps-run] the scheduler ended with exit code 1; it")
+    assert re.match(SCHEDULER + "ended with exit code 1; it failed first", last_line(result))
     assert "nobody joined within 0.3 s" in result.stderr.splitlines()[-2]
 
 
 def test_scheduler_that_dies_is_the_cause(job):
     job.prelude = """
-        from fastps.launch import scheduler
-        class Mortal(scheduler.Scheduler):
+        from fastps.launch import scheduler_process
+        class Mortal(scheduler_process.Scheduler):
             async def run(self):
                 raise RuntimeError("out of luck")
-        scheduler.Scheduler = Mortal
+        scheduler_process.Scheduler = Mortal
     """
     result = job.run(job.python("-np", "2", "-s", "1", code=FOREVER))
     assert result.returncode == 1
-    assert last_line(result).startswith("[fastps-run] the scheduler ended with exit code 1; it")
+    assert re.match(SCHEDULER + "ended with exit code 1; it failed first", last_line(result))
     assert last_line(result).endswith("Its last output: RuntimeError: out of luck")
 
 
 def test_scheduler_that_does_not_end_is_cut_off(job):
     job.prelude = """
         import asyncio
-        from fastps.launch import scheduler
-        class Stubborn(scheduler.Scheduler):
+        from fastps.launch import scheduler_process
+        class Stubborn(scheduler_process.Scheduler):
             def stop(self, reason):
                 pass
-        scheduler.Scheduler = Stubborn
+        scheduler_process.Scheduler = Stubborn
     """
     result = job.run(job.python("-np", "2", "--grace", "0.2", code="pass"))
     assert result.returncode == 0
