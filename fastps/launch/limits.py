@@ -14,8 +14,9 @@ import sys
 from fastps.errors import FastPSError
 from fastps.launch.layout import Layout
 
-OWN_DESCRIPTORS = 40  # of the interpreter, the event loops and the launcher's own files
-PER_CHILD, PER_MEMBER = 3, 3  # pipes and one spare; control connection, pulse, one half open
+OWN_DESCRIPTORS = 40  # of the interpreter, an event loop and the process's own files
+# In the launcher: pipes and one spare. In the scheduler: control connection, pulse, one half open.
+PER_CHILD, PER_MEMBER = 3, 3
 CONTROL_GROUPS = pathlib.Path("/sys/fs/cgroup")
 OWN_GROUPS = pathlib.Path("/proc/self/cgroup")
 _COUNTER = "oom_kill"
@@ -45,8 +46,8 @@ def hold_standard_streams() -> None:
 def provide_descriptors(layout: Layout, *, n_children: int) -> None:
     """Raise the soft limit of open files as far as the job needs; StartError if it cannot be."""
     members = layout.size + layout.num_servers
-    here = PER_MEMBER * members if layout.has_scheduler else 0
-    need = OWN_DESCRIPTORS + PER_CHILD * n_children + here
+    of_scheduler = PER_MEMBER * members if layout.has_scheduler else 0
+    need = OWN_DESCRIPTORS + max(PER_CHILD * (n_children + layout.has_scheduler), of_scheduler)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= need:
         return
