@@ -44,6 +44,7 @@ from typing import Any
 PREFIX = "fastps-"
 NETWORK = "10.90"  # the third byte counts in 250s, the fourth within them
 UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+NOBODY = "02:00:00:00:00:01"  # a link address that no host has
 MTU = 1500
 FRAME_BYTES = 1514  # a full packet as the bucket counts it: MTU and the Ethernet header
 SEGMENT_BYTES = 1448  # TCP payload of a full packet with timestamps
@@ -235,6 +236,18 @@ class NetLab:
     def popen(self, host: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start argv on a host; the process's pid is argv's own. Options are Popen's."""
         return subprocess.Popen(self.command(host, argv), **options)
+
+    def cut(self, source: int, target: int) -> None:
+        """Drop all packets from one host to another, silently; those of the way back arrive."""
+        self._neighbour("replace", source, target, "lladdr", NOBODY, "nud", "permanent")
+
+    def heal(self, source: int, target: int) -> None:
+        """Let packets from one host to another arrive again."""
+        self._neighbour("del", source, target)
+
+    def _neighbour(self, verb: str, source: int, target: int, *more: str) -> None:
+        _call("ip", "-n", self.host_name(source), "neigh", verb, self.address(target),
+              "dev", "eth0", *more)  # fmt: skip
 
     def traffic(self) -> list[Traffic]:
         """Read the counters of every host's link, in the order of hosts."""

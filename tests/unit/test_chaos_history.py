@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker of tools/chaos believes good histories and finds what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.chaos.gradients import contributors, gradient, total
+from tools.chaos.history import Replay, check
+
+SEED = 7
+
+
+def made(sets, *, is_elastic=False, has_fractions=False):
+    """Make the history of a job whose contributors in each step are given."""
+    replay = Replay(SEED, has_fractions=has_fractions)
+    records, at, epoch, view = [], 0.0, 0, list(sets[0])
+    for step, who in enumerate(sets):
+        found = replay.add(who)
+        if list(who) != view:
+            epoch, view = epoch + 1, list(who)
+        for rank in who:
+            at += 1.0
+            log = {"epoch": epoch, "view": view, "order": list(who)} if is_elastic else {}
+            records.append(
+                {"member": f"{rank}:9", "rank": rank, "what": "step", "at": at, "step": step,
+                 "hash": found, "who": list(who), **log}
+            )  # fmt: skip
+    return records
+
+
+def checked(records, *, ranks=4, **options):
+    return check(records, seed=SEED, ranks=ranks, **options)
+
+
+@st.composite
+def losses(draw):
+    """Draw the contributors of each step of a job that loses workers, one after the other."""
+    left, sets = [0, 1, 2, 3], []
+    for _ in range(draw(st.integers(2, 6))):
+        if len(left) > 1 and draw(st.booleans()):
+            left.remove(draw(st.sampled_from(left)))
+        sets.append(tuple(left))
+    return sets
+
+
+ALL = [(0, 1, 2, 3)] * 4
+
+
+@settings(max_examples=15)
+@given(st.sets(st.integers(0, 9)), st.integers(0, 99))
+def test_a_sum_says_who_contributed(ranks, step):
+    assert contributors(total(SEED, step, ranks)[0]) == sorted(ranks)
+    assert gradient(SEED, step, 1)[1].tolist() == gradient(SEED, step, 1)[1].tolist()
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, -2.0, 2.0**12])
+def test_what_is_no_sum_of_gradients_is_refused(value):
+    array = gradient(SEED, 0, 0)[0]
+    array[0] = value
+    with pytest.raises(ValueError, match="not a mask"):
+        contributors(array)
+
+
+@pytest.mark.parametrize("has_fractions", [False, True])
+def test_a_job_without_losses_is_believed(has_fractions):
+    records = made(ALL, has_fractions=has_fractions)
+    assert checked(records, has_fractions=has_fractions) == []
+
+
+@settings(max_examples=15)
+@given(losses())
+def test_a_job_that_goes_on_without_the_lost_is_believed(sets):
+    records = made(sets, is_elastic=True)
+    assert checked(records, goes_on=True) == []
+    assert bool(checked(records)) == (sets[-1] != (0, 1, 2, 3))  # of others all contribute
+
+
+def test_a_worker_that_joins_later_is_believed_from_its_first_step():
+    records = made([(0, 1), (0, 1), (0, 1, 2), (0, 1, 2)], is_elastic=True)
+    assert any("too early" in line for line in checked(records, goes_on=True))
+    joined = {"member": "2:9", "rank": 2, "what": "joined", "at": 0.5, "from": 2}
+    assert checked([*records, joined], goes_on=True) == []
+
+
+@settings(max_examples=25)
+@given(losses(), st.data())
+def test_one_mistake_is_found(sets, data):
+    records = made(sets, is_elastic=True)
+    place = data.draw(st.integers(0, len(records) - 1))
+    victim = records[place]
+    how = data.draw(st.sampled_from(["lost", "twice", "bits", "who", "epoch", "view", "order"]))
+    last = victim["step"] == records[-1]["step"]
+    if how == "lost":
+        is_only = sum(one["step"] == victim["step"] for one in records) == 1
+        records.pop(place)
+        later = [one for one in records if one["rank"] == victim["rank"]
+                 and one["step"] > victim["step"]]  # fmt: skip
+        is_seen = bool(later) or (is_only and not last)
+    elif how == "twice":
+        records.insert(place, dict(victim))
+        is_seen = True
+    else:
+        wrong = {"bits": "0" * 16, "who": [9], "view": [9], "order": [9],
+                 "epoch": victim["epoch"] - 1}[how]  # fmt: skip
+        records[place] = victim | {"hash" if how == "bits" else how: wrong}
+        is_first = victim["epoch"] == 0 and how == "epoch" and place == 0
+        is_seen = not (is_first and len(sets[0]) == 1)
+    found = checked(records, goes_on=True)
+    assert bool(found) == is_seen, (how, found)
+
+
+def test_the_order_of_contributors_counts_where_the_sum_depends_on_it():
+    good = made([(0, 1, 2)] * 2, is_elastic=True, has_fractions=True)
+    assert checked(good, ranks=3, has_fractions=True) == []
+    other = [one | {"order": [2, 1, 0]} for one in good]
+    (line,) = checked(other, ranks=3, has_fractions=True)
+    assert "differ from the replay" in line
+
+
+def test_a_wrong_sum_on_all_workers_is_found():
+    records = [one | {"hash": "f" * 16} for one in made(ALL)]
+    (line,) = checked(records)
+    assert line.startswith("step 0: parameters differ from the replay")
+
+
+def test_a_sum_without_somebody_is_found_where_nobody_may_be_lost():
+    found = checked(made([(0, 1, 2, 3), (0, 1, 3)]))
+    assert "worker 0:9 got a sum of [0, 1, 3] in step 1, and no error" in found
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_sources_are_overwritten_only_after_the_step(is_kept):
+    error = {"member": "1:9", "rank": 1, "what": "error", "at": 99.0, "step": 4, "type": "X",
+             "text": "", "is_source_kept": is_kept}  # fmt: skip
+    assert bool(checked([*made(ALL), error])) != is_kept

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job had to do about an event, and what it did instead: findings. Pure.
+
+Decides from the event, the layout and what was observed. Two expectations: a job "ends" (each
+survivor ends with an error that names the culprit, in time, and the launcher's exit code and last
+line say the same), or an elastic job "goes on" (the survivors finish all steps).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tools.chaos import history
+from tools.chaos.events import CUTS, STEPS, Event
+from tools.chaos.layouts import LEASE_S, Layout
+
+SOON_S = 5.0  # between a death and the last error, as docs/failures.md promises
+MOST_SLOWED = 4.0
+STALLED_S = 0.5  # a driver that was so late was itself without a processor
+OURS = {"PeerLostError", "ShutdownError", "StallError", "TransportTimeout", "TransportError"}
+TORCHS = {"DistBackendError", "RuntimeError"}
+
+
+@dataclass
+class Finding:
+    """One thing that should not have happened; text: what was seen, in full."""
+
+    kind: str
+    text: str
+
+
+@dataclass
+class Seen:
+    """What the driver observed of one job; times are of CLOCK_MONOTONIC.
+
+    event_at: None where the event never happened. launchers: exit code (None: it never ended) and
+    stderr of each machine's launcher; without launchers, of each process by name. records: of all
+    workers. left: what remained afterwards. load: of the machine.
+    """
+
+    event_at: float | None = None
+    ended_at: float = 0.0
+    began_at: float = 0.0
+    launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    is_hung: bool = False
+    load: dict[str, float] = field(default_factory=dict)
+
+    def of(self, rank: int, what: str) -> list[dict[str, Any]]:
+        """List the records of one kind of one worker."""
+        return [one for one in self.records if one["rank"] == rank and one["what"] == what]
+
+    @property
+    def slowed(self) -> float:
+        """Return how much longer than on an idle machine things may take."""
+        return min(max(1.0, self.load.get("share", 1.0)), MOST_SLOWED)
+
+
+@dataclass
+class Verdict:
+    """The result of one event; detections: seconds to each survivor's error or next step."""
+
+    expected: str
+    outcome: str = ""
+    detections: list[float] = field(default_factory=list)
+    blames: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, kind: str, text: str) -> None:
+        """Record a finding."""
+        self.findings.append(Finding(kind, text))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields."""
+        return asdict(self)
+
+
+def expectation(event: Event) -> str:
+    """Return "fine" (a job of code 0), "lost" (a member is lost), "either", or "gone".
+
+    gone: the only launcher was killed, and everything with it.
+    """
+    if event.kind in ("none", "disk", "clock"):
+        return "fine"
+    is_short = event.seconds and event.seconds < LEASE_S
+    if event.kind in (*CUTS, "stop") and is_short:
+        return "fine"
+    if event.phase == "leaving":
+        return "either"
+    if event.kind == "stop" and (
+        event.phase == "start" or event.role in ("launcher", "scheduler")
+    ):
+        return "either"
+    if event.role == "launcher" and event.kind == "term":
+        return "either"
+    if event.role == "launcher":
+        return "gone"
+    return "lost"
+
+
+def dead_of(event: Event, layout: Layout) -> set[tuple[str, int]]:
+    """Return the members that die with the victim, or are cut off by it."""
+    if event.role == "launcher":
+        return {*layout.members_of(event.rank), ("launcher", event.rank)}
+    return {(event.role, event.rank)}
+
+
+def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
+    """Return what an error must name at least one of."""
+    names: list[str] = []
+    if event.kind in CUTS:
+        members = [*layout.members_of(event.rank), *layout.members_of(event.other)]
+        machines = (event.rank, event.other)
+    elif event.role == "launcher":
+        members, machines = layout.members_of(event.rank), (event.rank,)
+    else:
+        members, machines = [(event.role, event.rank)], ()
+    names += [f"{role} {rank}" for role, rank in members if role != "scheduler"]
+    is_schedulers = event.role == "scheduler" or 0 in machines
+    if is_schedulers or (layout.launcher == "torchrun" and ("worker", 0) in members):
+        names.append("scheduler")
+    if event.role == "launcher":
+        names.append("fastps-run")
+    return re.compile("|".join(rf"\b{name}\b" for name in names))
+
+
+def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False) -> Verdict:
+    """Return what the job did about the event, with all that was wrong."""
+    expected = expectation(event) if seen.event_at is not None else "fine"
+    if event.kind == "stop" and not event.seconds:
+        expected = "either"
+    if is_elastic and expected in ("lost", "either") and event.role == "worker":
+        expected = "goes on"
+    if expected == "gone" and len(layout.machines) > 1:
+        expected = "lost"
+    verdict = Verdict(expected)
+    has_ended_well = all(one["code"] == 0 for one in seen.launchers.values())
+    verdict.outcome = "hung" if seen.is_hung else "ended well" if has_ended_well else "failed"
+    if seen.is_hung:
+        still = [name for name, one in seen.launchers.items() if one["code"] is None]
+        verdict.add("hang", f"{', '.join(still)} did not end; {_last_words(seen)}")
+    for text in seen.left:
+        verdict.add("left behind", text)
+    _check_history(layout, seen, verdict, is_elastic=is_elastic)
+    if seen.is_hung:
+        return verdict
+    is_fine = expected in ("fine", "goes on") or (expected == "either" and has_ended_well)
+    if is_fine:
+        _check_fine(event, layout, seen, verdict, goes_on=expected == "goes on")
+    elif expected != "gone" and not (event.role == "launcher" and event.kind == "term"):
+        _check_errors(event, layout, seen, verdict)
+        _check_report(event, layout, seen, verdict)
+    elif expected == "gone" and has_ended_well:
+        verdict.add("exit code", "the killed launcher returned 0")
+    if event.role == "launcher" and event.kind == "term" and not has_ended_well:
+        _check_term(event, layout, seen, verdict)
+    return verdict
+
+
+def _check_history(layout: Layout, seen: Seen, verdict: Verdict, *, is_elastic: bool) -> None:
+    for text in history.check(
+        seen.records, seed=int(seen.load["seed"]), ranks=layout.workers,
+        has_fractions=layout.has_fractions, goes_on=is_elastic,
+    ):  # fmt: skip
+        verdict.add("wrong result", text)
+
+
+def _check_fine(
+    event: Event, layout: Layout, seen: Seen, verdict: Verdict, *, goes_on: bool
+) -> None:
+    gone = dead_of(event, layout) if goes_on else set()
+    for rank in range(layout.workers):
+        if ("worker", rank) in gone or (event.phase == "leaving" and event.rank == rank):
+            continue
+        steps = seen.of(rank, "step")
+        if len(steps) < STEPS:
+            errors = [one["text"] for one in seen.of(rank, "error")]
+            verdict.add("lost job", f"worker {rank} took {len(steps)} steps of {STEPS}: {errors}")
+        if seen.event_at is not None and event.role != "machine":
+            later = [one["at"] for one in steps if one["at"] > seen.event_at]
+            verdict.detections += [min(later) - seen.event_at] if later else []
+    if not goes_on and any(one["code"] != 0 for one in seen.launchers.values()):
+        codes = {name: one["code"] for name, one in seen.launchers.items()}
+        verdict.add(
+            "exit code", f"nothing was lost, but the codes are {codes}; {_last_words(seen)}"
+        )
+
+
+def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
+    """Return how long after the event the last error may come."""
+    silent = event.kind in (*CUTS, "stop")
+    limit = SOON_S + (LEASE_S + 1.0 if silent else 0.0)  # user timeout of TCP: the same 3 s
+    if event.phase == "start" and layout.launcher != "fastps-run":
+        limit += float(layout.environment.get("FASTPS_START_TIMEOUT_S", "15"))
+    return limit * seen.slowed
+
+
+def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
+    assert seen.event_at is not None
+    dead, wanted, limit = (
+        dead_of(event, layout),
+        culprits(event, layout),
+        limit_s(event, layout, seen),
+    )
+    for rank in range(layout.workers):
+        if ("worker", rank) in dead or not seen.of(rank, "begin"):
+            continue
+        errors = seen.of(rank, "error")
+        if not errors:
+            was_told = seen.of(rank, "term") or not event.is_polite
+            if (
+                not seen.of(rank, "left")
+                and not was_told
+                and not _was_ended_at_start(event, seen, rank)
+            ):
+                verdict.add(
+                    "no error", f"worker {rank} ended without an error; {_last_words(seen)}"
+                )
+            elif seen.of(rank, "term") and not seen.of(rank, "left") and seen.of(rank, "joined"):
+                verdict.add("no error", f"worker {rank} got no error before SIGKILL")
+            continue
+        error = errors[0]
+        after_s = error["at"] - seen.event_at
+        verdict.detections.append(after_s)
+        what = f"worker {rank}, {after_s:.2f} s after the event: {error['type']}: {error['text']}"
+        if error["type"] not in OURS | (TORCHS if layout.work in ("torch", "ddp") else set()):
+            verdict.add("wrong type", what)
+        if wanted.search(error["text"]):
+            verdict.blames += 1
+        else:
+            verdict.add("wrong blame", f"{what} (wanted: {wanted.pattern})")
+        if after_s > limit:
+            verdict.add("late", f"{what} (limit: {limit:.1f} s)")
+
+
+def _was_ended_at_start(event: Event, seen: Seen, rank: int) -> bool:
+    """Return whether a launcher may have ended a worker before it could handle SIGTERM."""
+    return event.phase == "start" and not seen.of(rank, "joined")
+
+
+def _code_of(event: Event) -> int | None:
+    """Return the exit code that a job must have, if its victim determines it."""
+    if event.kind in ("kill", "term", "segv"):
+        number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "segv": signal.SIGSEGV}
+        return 128 + number[event.kind]
+    return None
+
+
+def _check_report(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
+    wanted, own = culprits(event, layout), layout.machine_of(event.role, event.rank)
+    for name, one in seen.launchers.items():
+        if layout.launcher == "none":
+            continue
+        machine = int(name.rpartition(" ")[2])
+        if event.role == "launcher" and machine == event.rank:
+            continue
+        if one["code"] == 0 and not _has_nothing_left(layout, machine, seen):
+            verdict.add("exit code", f"{name} returned 0 although a member was lost")
+        if layout.launcher != "fastps-run" or one["code"] == 0:
+            continue
+        code = _code_of(event) if machine == own and event.role in ("worker", "server") else None
+        if code is not None and one["code"] != code and not _is_orderly(event):
+            verdict.add("exit code", f"{name} returned {one['code']}, not {code}: {_last(one)}")
+        if not wanted.search(_last(one)):
+            verdict.add("wrong report", f"{name}: {_last(one)} (wanted: {wanted.pattern})")
+
+
+def _is_orderly(event: Event) -> bool:
+    """Return whether a server got SIGTERM, which it obeys in order."""
+    return event.kind == "term" and event.role == "server"
+
+
+def _has_nothing_left(layout: Layout, machine: int, seen: Seen) -> bool:
+    """Return whether all workers of a machine had left in order."""
+    ranks = [rank for role, rank in layout.members_of(machine) if role == "worker"]
+    return all(seen.of(rank, "left") for rank in ranks)
+
+
+def _check_term(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
+    for name, one in seen.launchers.items():
+        is_own = int(name.rpartition(" ")[2]) == event.rank
+        if is_own and one["code"] not in (128 + signal.SIGTERM, -signal.SIGTERM):
+            verdict.add(
+                "exit code", f"{name} got SIGTERM and returned {one['code']}: {_last(one)}"
+            )
+
+
+def _last(launcher: dict[str, Any]) -> str:
+    lines: Sequence[str] = launcher["stderr"].strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _last_words(seen: Seen) -> str:
+    return "; ".join(f"{name}: {_last(one)}" for name, one in seen.launchers.items())
