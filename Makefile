@@ -9,6 +9,7 @@
 #   make docs    the site, in out/site; broken links are errors
 #   make soak    half an hour under the sanitizers of the compiler, then a million names
 #   make mutate  make 200 one-line mistakes, one at a time; fails where the tests notice too few
+#   make chaos   let processes, links, disks and clocks of 100 jobs fail, and check what they do
 #   make clean   remove what was built; make distclean also removes .venv and .venvs
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
@@ -28,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel docs soak mutate build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel docs soak mutate chaos build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -95,6 +96,12 @@ docs: .venvs/docs/.made
 SEED ?= 1
 mutate: .venv/.test
 	$(RUN) tools/mutate.py --seed $(SEED) --jobs $(JOBS) --log out/mutate-$(SEED).jsonl $(MUTATE_FLAGS)
+
+# Exits with 1 if there are findings. LAYOUTS=memory,apart chooses; --help lists what can happen.
+EVENTS ?= 100
+LAYOUTS ?=
+chaos: .venv/.test
+	$(RUN) -m tools.chaos --seed $(SEED) --events $(EVENTS) --layouts "$(LAYOUTS)" $(CHAOS_FLAGS)
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.
 soak: .venv/.test

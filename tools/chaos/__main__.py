@@ -44,9 +44,10 @@ from tools.chaos import report
 from tools.chaos.events import Event, draw, plan
 from tools.chaos.judge import STALLED_S, Finding, Seen, Verdict, judge
 from tools.chaos.layouts import LAYOUTS, Layout
-from tools.chaos.runner import LIMIT_S, Runner, has_clocks, has_mounts, load_now
+from tools.chaos.runner import LIMIT_S, Runner, die_with_parent, has_clocks, has_mounts, load_now
 
 HARD_LIMIT_S = 4 * LIMIT_S  # of a runner, which has deadlines itself
+FOLDER = "chaos-"  # then the driver's process id
 OF_LOAD = ("late", "lost job", "hang", "no error")  # findings that a loaded machine may explain
 
 
@@ -202,6 +203,7 @@ class Run:
 def _enter(event: Event, layout: Layout, folder: Path, least: int | None) -> None:
     """Run one event in this forked process, and leave it."""
     code = 1
+    die_with_parent(signal.SIGTERM)  # which lets it clean up
     try:
         elastic = None if least is None else {"min": least}
         seen = Runner(event, layout, folder, elastic).run()
@@ -237,8 +239,11 @@ def choose(options: argparse.Namespace) -> tuple[list[Event], list[str]]:
     return events[: options.events], lacks
 
 
-def remove_old_labs() -> None:
-    """Remove the labs of drivers that were killed before they could."""
+def remove_old() -> None:
+    """Remove labs and folders of drivers that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}[0-9]*-*"):
+        if not Path(f"/proc/{folder.name.split('-')[1]}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
     for space in netlab.namespaces() if shutil.which("ip") else []:
         match = re.fullmatch(r"(fastps-chaos(\d+)x\d+)-\w+", space)
         if match and not Path(f"/proc/{match[2]}").exists():
@@ -259,11 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"layout {one.name}: (workers, servers) {one.machines}, {one.work}")
         print(*(event.words() for event in events), sep="\n")
         return 0
-    remove_old_labs()
+    remove_old()
     log = options.log or Path(f"out/chaos-{options.seed}.jsonl")
     print(f"{len(events)} events from seed {options.seed}, {options.jobs} at a time; load "
           f"{load_now():.1f}; log {log}", flush=True)  # fmt: skip
-    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{'kept' if options.keep else os.getpid()}-"))
     run = Run(options, folder)
     with netlab.ended_by_signals():
         try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tools.chaos.layouts import LEASE_S, Layout
@@ -28,7 +28,13 @@ PHASES = ("start", "running", "inside", "waiting", "late", "leaving")
 STEPS = 40
 LATE_S = 0.6  # how late the straggler is that others wait for
 LONG_S = LEASE_S + 2.0
-PROBES = ("worker_start", "worker_result", "link_send", "local_arrive", "local_chunk")
+PROBES = {
+    "links": ("worker_start", "worker_result", "link_send", "link_recv"),
+    "memory": ("worker_start", "local_arrive", "local_chunk"),
+    "server": ("server_landing", "server_sum", "server_result"),
+}
+NAMED = ("push_pull", "compression", "local_sgd")  # works whose operations pass those probes
+ROLES = {"worker": 5, "server": 3, "scheduler": 3, "launcher": 2}  # how often each is the victim
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,8 @@ class Event:
     """One fault of one job.
 
     role: worker, server, scheduler, launcher, or machine (of a cut, a disk or a clock); other: the
-    second machine of a cut. phase: the moment of the victim, or of the job. delay_s: after that
+    second machine of a cut. then_role, then_rank, then_s: a member that is killed so many seconds
+    after the first one. phase: the moment of the victim, or of the job. delay_s: after that
     moment. probe: a value of FASTPS_FAULT, the exact moment inside a step. is_polite: the other
     workers survive SIGTERM for a while.
     """
@@ -53,6 +60,9 @@ class Event:
     other: int = 0
     probe: str = ""
     is_polite: bool = True
+    then_role: str = ""
+    then_rank: int = 0
+    then_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -60,7 +70,8 @@ class Event:
         length = ""
         if self.kind == "stop" or (self.kind in CUTS and self.seconds):
             length = " long" if self.seconds > LEASE_S else " short"
-        return f"{self.kind}{length} {self.role}".strip()
+        more = f" +{self.then_role}" if self.then_role else ""
+        return f"{self.kind}{length} {self.role}{more}".strip()
 
     def words(self) -> str:
         """Return the event as one line."""
@@ -69,6 +80,8 @@ class Event:
         parts = [self.name.partition(" ")[0], where, self.probe or moment]
         if self.seconds:
             parts.append(f"for {self.seconds:.1f} s")
+        if self.then_role:
+            parts.append(f"then kill {self.then_role} {self.then_rank} {self.then_s:.2f} s later")
         return f"{self.layout}: {', '.join(parts)} (seed {self.seed})"
 
     def to_json(self) -> dict[str, Any]:
@@ -78,12 +91,10 @@ class Event:
 
 def kinds_of(layout: Layout, *, has_disk: bool, has_clock: bool) -> list[str]:
     """List the kinds of events that a layout can meet."""
-    kinds = ["kill", "kill", "term", "segv", "stop"]
+    kinds = ["kill"] * 4 + ["term", "segv"] + ["stop"] * 3
     if layout.is_lab:
-        kinds += ["cut", "cut-one-way"]
-    if layout.launcher == "fastps-run":
-        kinds += ["disk"] * (has_disk and not layout.is_lab) + ["clock"] * has_clock
-    return kinds
+        return kinds + ["cut"] * 4 + ["cut-one-way"] * 3 + ["clock"] * has_clock
+    return kinds + ["disk"] * (has_disk and layout.launcher == "fastps-run")
 
 
 def victims_of(layout: Layout) -> list[tuple[str, int]]:
@@ -106,30 +117,53 @@ def draw(seed: int, layout: Layout, *, has_disk: bool = True, has_clock: bool = 
     if kind in CUTS:
         one, other = chance.sample(machines, 2)
         seconds = chance.choice([0.0, 0.0, 0.4])
-        phase = chance.choice(["running", "waiting", "leaving"])
-        return Event(seed, layout.name, kind, "machine", one, phase, step,
-                     chance.uniform(0, 0.005), seconds, other, is_polite=polite)  # fmt: skip
+        phase = chance.choice(["start", "running", "running", "waiting", "leaving"])
+        delay_s = chance.uniform(0, 0.8 if phase == "start" else 0.005)
+        return Event(seed, layout.name, kind, "machine", one, phase, step, delay_s, seconds, other,
+                     is_polite=polite)  # fmt: skip
     if kind in ("disk", "clock"):
         return Event(seed, layout.name, kind, "machine", chance.choice(machines), "start")
-    role = chance.choice(sorted({role for role, _ in victims_of(layout)}))
+    roles = sorted({role for role, _ in victims_of(layout)})
+    (role,) = chance.choices(roles, [ROLES[one] for one in roles])
     rank = chance.choice([rank for one, rank in victims_of(layout) if one == role])
-    return _signal_event(
-        chance, Event(seed, layout.name, kind, role, rank, is_polite=polite, step=step)
-    )
+    event = Event(seed, layout.name, kind, role, rank, step=step, is_polite=polite)
+    return _signal_event(chance, event, layout)
 
 
-def _signal_event(chance: random.Random, event: Event) -> Event:
-    phases = PHASES if event.role == "worker" else ("start", "running", "waiting", "leaving")
+def _signal_event(chance: random.Random, event: Event, layout: Layout) -> Event:
+    """Draw the moment of a signal, and what else happens then."""
+    if event.role == "worker":
+        phases = (*PHASES, "inside", "running")
+    else:
+        phases = ("start", "running", "running", "waiting", "leaving")
     phase = chance.choice(phases)
     most_s = {"start": 0.8, "running": 0.005, "inside": 0.002, "waiting": LATE_S / 2,
               "late": 0.3, "leaving": 0.004}[phase]  # fmt: skip
-    seconds, probe, step = 0.0, "", event.step if phase not in ("start", "leaving") else 0
+    changes: dict[str, Any] = {"phase": phase, "delay_s": chance.uniform(0, most_s)}
+    if phase in ("start", "leaving"):
+        changes["step"] = 0
     if event.kind == "stop":
-        seconds = chance.choice([LONG_S, 0.4])
-    elif event.kind == "kill" and phase == "inside" and chance.random() < 0.5:
-        probe = f"{chance.choice(PROBES)}@{chance.randint(5, 60)}:kill"
-    fields = asdict(event) | {"phase": phase, "delay_s": chance.uniform(0, most_s), "step": step}
-    return Event(**fields | {"seconds": seconds, "probe": probe})
+        changes["seconds"] = chance.choice([LONG_S, 0.4])
+    is_probed = event.kind == "kill" and phase in ("inside", "running") and chance.random() < 0.6
+    if is_probed and (point := _point(chance, event, layout)):
+        changes["probe"] = f"{point}@{chance.randint(5, 60)}:kill"
+    others = [one for one in victims_of(layout)
+              if one != (event.role, event.rank) and one[0] in ("worker", "server")]  # fmt: skip
+    is_double = event.kind in ("kill", "segv") and event.role in ("worker", "server")
+    if is_double and len(others) > 1 and phase != "leaving" and chance.random() < 0.25:
+        role, rank = chance.choice(others)
+        changes |= {"then_role": role, "then_rank": rank, "then_s": chance.uniform(0, 0.4)}
+    return replace(event, **changes)
+
+
+def _point(chance: random.Random, event: Event, layout: Layout) -> str:
+    """Draw a point inside a step that the victim passes in this layout."""
+    if event.role == "server":
+        return chance.choice(PROBES["server"]) if layout.launcher == "none" else ""
+    if event.role != "worker" or layout.work not in NAMED:
+        return ""
+    uses_memory = not layout.environment.get("FASTPS_SHARED_MEMORY") and not layout.is_lab
+    return chance.choice(PROBES["memory" if uses_memory else "links"])
 
 
 def plan(seed: int, count: int, layouts: Sequence[Layout], **able: bool) -> list[Event]:

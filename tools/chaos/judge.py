@@ -107,7 +107,8 @@ def dead_of(event: Event, layout: Layout) -> set[tuple[str, int]]:
     """Return the members that die with the victim, or are cut off by it."""
     if event.role == "launcher":
         return {*layout.members_of(event.rank), ("launcher", event.rank)}
-    return {(event.role, event.rank)}
+    dead = {(event.role, event.rank)}
+    return dead | {(event.then_role, event.then_rank)} if event.then_role else dead
 
 
 def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
@@ -119,13 +120,17 @@ def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
     elif event.role == "launcher":
         members, machines = layout.members_of(event.rank), (event.rank,)
     else:
-        members, machines = [(event.role, event.rank)], ()
+        members, machines = sorted(dead_of(event, layout)), ()
     names += [f"{role} {rank}" for role, rank in members if role != "scheduler"]
     is_schedulers = event.role == "scheduler" or 0 in machines
     if is_schedulers or (layout.launcher == "torchrun" and ("worker", 0) in members):
         names.append("scheduler")
     if event.role == "launcher":
         names.append("fastps-run")
+    if layout.launcher == "none" and event.phase == "start":
+        names.append(
+            f"of {layout.servers} servers? joined"
+        )  # no launcher says which number it had
     return re.compile("|".join(rf"\b{name}\b" for name in names))
 
 
@@ -195,7 +200,7 @@ def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
     """Return how long after the event the last error may come."""
     silent = event.kind in (*CUTS, "stop")
     limit = SOON_S + (LEASE_S + 1.0 if silent else 0.0)  # user timeout of TCP: the same 3 s
-    if event.phase == "start" and layout.launcher != "fastps-run":
+    if event.phase == "start" and (layout.launcher != "fastps-run" or layout.is_lab):
         limit += float(layout.environment.get("FASTPS_START_TIMEOUT_S", "15"))
     return limit * seen.slowed
 
@@ -207,6 +212,7 @@ def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
         culprits(event, layout),
         limit_s(event, layout, seen),
     )
+    named: list[tuple[int, set[str]]] = []
     for rank in range(layout.workers):
         if ("worker", rank) in dead or not seen.of(rank, "begin"):
             continue
@@ -232,10 +238,13 @@ def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
             verdict.add("wrong type", what)
         if wanted.search(error["text"]):
             verdict.blames += 1
+            named.append((rank, set(wanted.findall(error["text"]))))
         else:
             verdict.add("wrong blame", f"{what} (wanted: {wanted.pattern})")
         if after_s > limit:
             verdict.add("late", f"{what} (limit: {limit:.1f} s)")
+    if named and event.kind not in CUTS and not set.intersection(*(names for _, names in named)):
+        verdict.add("wrong blame", f"survivors blame different members: {named}")
 
 
 def _was_ended_at_start(event: Event, seen: Seen, rank: int) -> bool:

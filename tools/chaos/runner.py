@@ -7,7 +7,8 @@ which /dev/shm and the small disk are empty tmpfs, so that what lies there after
 
 Invariants. Every wait has a deadline. All processes carry a mark in their environment; those that
 still run after the job's end are reported as left behind, then killed. Processes that it starts
-get SIGKILL from the kernel if it dies itself. The lab is removed in `finally`.
+get SIGKILL from the kernel if it dies itself; it gets SIGTERM if the driver dies. The lab is
+removed in `finally`.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def has_mounts() -> bool:
@@ -172,6 +173,7 @@ class Runner:
         self._due_at: float | None = None  # of the driver's own event
         self._undo_at: float | None = None
         self._stopped: int | None = None
+        self._is_done = False  # the second fault
         self._latest = 0.0
 
     # ---- the job
@@ -306,6 +308,8 @@ class Runner:
                    for rank in range(workers))]  # fmt: skip
         for role, rank, words in roles:
             own = common | {"FASTPS_ROLE": role, "FASTPS_RANK": str(rank)}
+            if (role, rank) == (self.event.role, self.event.rank) and role == "server":
+                own["FASTPS_FAULT"] = self.event.probe
             self.started.append(Started(f"{role} {rank}", words, own, self.folder))
 
     # ---- the event
@@ -354,6 +358,7 @@ class Runner:
         if event.probe and self.seen.event_at is None:
             self._look_for_death(now)
         is_ours = event.kind in CUTS or (event.kind in SIGNALS and event.role != "worker")
+        is_ours = is_ours and not event.probe
         if is_ours and self._due_at is None and event.phase == "start":
             self._due_at = self.seen.began_at + 0.05 + event.delay_s
         if (
@@ -365,6 +370,9 @@ class Runner:
             self._do()
         if self._undo_at is not None and now >= self._undo_at:
             self._undo()
+        happened = self.seen.event_at
+        if event.then_role and not self._is_done and happened is not None:
+            self._do_second(now, happened)
 
     def _is_moment(self, record: dict[str, Any]) -> bool:
         phase = self.event.phase
@@ -378,7 +386,12 @@ class Runner:
             self.seen.event_at = at
 
     def _look_for_death(self, now: float) -> None:
-        """See that a worker which a probe kills is dead: its record of a process has gone."""
+        """See that a worker or server which a probe kills is dead."""
+        for one in self.started:
+            if one.name == f"server {self.event.rank}" and one.popen.poll() == -signal.SIGKILL:
+                self._happened(now)
+        if self.event.role == "server":
+            return
         begun = [one for one in self.histories.records
                  if one["what"] == "begin" and one["rank"] == self.event.rank]  # fmt: skip
         if not begun or self.seen.event_at is not None:
@@ -398,8 +411,15 @@ class Runner:
             one["what"] == "error" and one["rank"] == rank for one in self.histories.records
         )
 
-    def _victim(self) -> int | None:
-        role, rank = self.event.role, self.event.rank
+    def _do_second(self, now: float, happened: float) -> None:
+        if now >= happened + self.event.then_s:
+            self._is_done = True
+            pid = self._process(self.event.then_role, self.event.then_rank)
+            with contextlib.suppress(ProcessLookupError):
+                if pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+
+    def _process(self, role: str, rank: int) -> int | None:
         for one in self.started:
             if one.name == f"{role} {rank}":
                 return one.popen.pid if one.popen.poll() is None else None
@@ -415,7 +435,7 @@ class Runner:
             self._happened(time.monotonic())
             self._undo_at = time.monotonic() + event.seconds if event.seconds else None
             return
-        pid = self._victim()
+        pid = self._process(event.role, event.rank)
         if pid is None:
             return
         with contextlib.suppress(ProcessLookupError):

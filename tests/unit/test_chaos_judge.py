@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge of tools/chaos accepts a job that does right, and finds each thing that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tools.chaos import report
+from tools.chaos.events import STEPS, Event, draw, plan, victims_of
+from tools.chaos.gradients import first_model
+from tools.chaos.history import Replay
+from tools.chaos.judge import Seen, expectation, judge
+from tools.chaos.layouts import LAYOUTS
+
+MEMORY = LAYOUTS["memory"]
+KILL = Event(3, "memory", "kill", "worker", 1, "running", 4)
+TEXT = "tensor 'x' cannot be reduced: worker 1 (h, pid 9) is lost: its control connection closed"
+LAST = "[fastps-run] worker 1 (pid 9) was killed by SIGKILL; it failed first, so the job was ended"
+
+
+def seen(*, steps=(5, 5, 5), text=TEXT, kind="PeerLostError", after_s=0.1, code=137, last=LAST,
+         errors=(0, 2), event_at=50.0, **more):  # fmt: skip
+    """Make what a driver sees of a job whose worker 1 is killed after step 4."""
+    replay = Replay(3, has_fractions=True)
+    hashes = [replay.add([0, 1, 2]) for _ in range(max(steps))]
+    records = []
+    for rank, count in enumerate(steps):
+        own = {"member": f"{rank}:9", "rank": rank}
+        records += [own | {"what": "begin", "at": 0.0}, own | {"what": "joined", "at": 1.0}]
+        records += [
+            own | {"what": "step", "at": 2.0 + step, "step": step, "hash": hashes[step],
+                   "who": [0, 1, 2]}
+            for step in range(count)
+        ]  # fmt: skip
+        if rank in errors:
+            records.append(own | {"what": "error", "at": (event_at or 60.0) + after_s, "step": 5,
+                                  "type": kind, "text": text})  # fmt: skip
+    launchers = {"launcher 0": {"code": code, "stderr": f"...\n{last}\n"}}
+    return Seen(event_at, 99.0, 0.0, launchers, records, load={"seed": 3, "share": 1.0}, **more)
+
+
+def kinds(event, *, layout=MEMORY, **options):
+    return [one.kind for one in judge(event, layout, seen(**options)).findings]
+
+
+def test_a_job_that_ends_well_has_no_finding():
+    verdict = judge(KILL, MEMORY, seen())
+    assert (verdict.findings, verdict.blames, verdict.expected) == ([], 2, "lost")
+    assert verdict.detections == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({"text": "worker 2 is lost"}, ["wrong blame"] * 2),
+        ({"text": "worker 11 is lost"}, ["wrong blame"] * 2),
+        ({"kind": "KeyError"}, ["wrong type"] * 2),
+        ({"after_s": 7.0}, ["late"] * 2),
+        ({"errors": (0,)}, ["no error"]),
+        ({"code": 1}, ["exit code"]),
+        ({"code": 0}, ["exit code"]),
+        ({"last": LAST.replace("worker 1", "worker 0")}, ["wrong report"]),
+        ({"left": ["process 7 (worker 0): python"]}, ["left behind"]),
+        ({"is_hung": True, "code": None}, ["hang"]),
+        ({"steps": (5, 5, 4), "event_at": None, "errors": ()}, ["lost job"] * 3 + ["exit code"]),
+    ],
+)
+def test_each_wrong_thing_is_found(wrong, found):
+    assert kinds(KILL, **wrong) == found
+
+
+def test_a_wrong_result_is_found():
+    one = seen()
+    next(record for record in one.records if record["what"] == "step")["hash"] = "0"
+    assert "wrong result" in [finding.kind for finding in judge(KILL, MEMORY, one).findings]
+
+
+def test_a_short_pause_must_cost_nothing():
+    pause = replace(KILL, kind="stop", seconds=0.4)
+    assert expectation(pause) == "fine"
+    assert kinds(pause, steps=(STEPS,) * 3, errors=(), code=0) == []
+    assert set(kinds(pause)) == {"lost job", "exit code"}
+    assert expectation(replace(pause, seconds=5.0)) == "lost"
+
+
+def test_survivors_must_agree_about_the_first_of_two():
+    both = replace(KILL, then_role="worker", then_rank=2, then_s=0.1)
+    layout = LAYOUTS["sets"]
+    one = seen(steps=(5, 5, 5, 5), errors=(0, 3))
+    one.records = [record for record in one.records if record["what"] != "step"]
+    assert judge(both, layout, one).findings == []
+    one.records[-1]["text"] = "worker 2 is lost"
+    (finding,) = judge(both, layout, one).findings
+    assert "survivors blame different members" in finding.text
+
+
+def test_an_elastic_job_must_go_on():
+    one = seen(steps=(STEPS, 5, STEPS), errors=(), code=0)
+    replay = Replay(3, has_fractions=True)
+    for step in range(STEPS):
+        who = [0, 1, 2] if step < 5 else [0, 2]
+        found = replay.add(who)
+        for record in one.records:
+            if record.get("step") == step:
+                record |= {"hash": found, "who": who}
+    assert judge(KILL, MEMORY, one, is_elastic=True).findings == []
+    assert judge(KILL, MEMORY, one).findings  # a job of today must not
+    short = seen(steps=(STEPS - 1, 5, STEPS), errors=(), code=0)
+    assert "lost job" in [x.kind for x in judge(KILL, MEMORY, short, is_elastic=True).findings]
+
+
+def test_the_same_seed_draws_the_same_events_and_all_kinds_come():
+    layouts = list(LAYOUTS.values())
+    many = plan(1, 1200, layouts)
+    assert many == plan(1, 1200, layouts)
+    assert many[7] == draw(many[7].seed, LAYOUTS[many[7].layout])
+    assert len(set(many)) == len(many)
+    for layout in layouts:
+        own = {(one.role, one.rank) for one in many if one.layout == layout.name}
+        assert own >= set(victims_of(layout))
+    assert {one.kind for one in many} == {
+        "kill", "term", "segv", "stop", "cut", "cut-one-way", "disk", "clock",
+    }  # fmt: skip
+
+
+def test_tables_count_what_happened():
+    verdict = judge(KILL, MEMORY, seen(text="worker 2 is lost"))
+    row = {"event": KILL.to_json(), "name": KILL.name, "words": KILL.words(),
+           "verdict": verdict.to_json(), "load": {}}  # fmt: skip
+    line = report.table([row, row]).splitlines()[1]
+    assert line.split()[2:] == ["memory", "2", "0", "2", "0.10", "0.10", "0", "4", "0", "0"]
+    assert report.findings([row]).count("wrong blame: memory: kill, worker 1") == 2
+    assert len(first_model(has_fractions=True)) == 3
