@@ -25,7 +25,7 @@ LAST = "[fastps-run] worker 1 (pid 9) was killed by SIGKILL; it failed first, so
 
 
 def seen(*, steps=(5, 5, 5), text=TEXT, kind="PeerLostError", after_s=0.1, code=137, last=LAST,
-         errors=(0, 2), event_at=50.0, **more):  # fmt: skip
+         errors=(0, 2), event_at=50.0, ended_at=52.0, **more):  # fmt: skip
     """Make what a driver sees of a job whose worker 1 is killed after step 4."""
     replay = Replay(3, has_fractions=True)
     hashes = [replay.add([0, 1, 2]) for _ in range(max(steps))]
@@ -42,7 +42,9 @@ def seen(*, steps=(5, 5, 5), text=TEXT, kind="PeerLostError", after_s=0.1, code=
             records.append(own | {"what": "error", "at": (event_at or 60.0) + after_s, "step": 5,
                                   "type": kind, "text": text})  # fmt: skip
     launchers = {"launcher 0": {"code": code, "stderr": f"...\n{last}\n"}}
-    return Seen(event_at, 99.0, 0.0, launchers, records, load={"seed": 3, "share": 1.0}, **more)
+    return Seen(
+        event_at, ended_at, 0.0, launchers, records, load={"seed": 3, "share": 1.0}, **more
+    )
 
 
 def kinds(event, *, layout=MEMORY, **options):
@@ -64,7 +66,8 @@ def test_a_job_that_ends_well_has_no_finding():
         ({"after_s": 7.0}, ["late"] * 2),
         ({"errors": (0,)}, ["no error"]),
         ({"code": 1}, ["exit code"]),
-        ({"code": 0}, ["exit code"]),
+        ({"code": 0}, ["exit code", "unnoticed"]),
+        ({"ended_at": 99.0}, ["slow end"]),
         ({"last": LAST.replace("worker 1", "worker 0")}, ["wrong report"]),
         ({"left": ["process 7 (worker 0): python"]}, ["left behind"]),
         ({"is_hung": True, "code": None}, ["hang"]),

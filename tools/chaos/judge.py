@@ -19,7 +19,7 @@ from tools.chaos.events import CUTS, STEPS, Event
 from tools.chaos.layouts import LEASE_S, Layout
 
 SOON_S = 5.0  # between a death and the last error, as docs/failures.md promises
-MOST_SLOWED = 4.0
+END_S = 20.0  # between the last error and the end of all, with the grace of launchers
 STALLED_S = 0.5  # a driver that was so late was itself without a processor
 OURS = {"PeerLostError", "ShutdownError", "StallError", "TransportTimeout", "TransportError"}
 TORCHS = {"DistBackendError", "RuntimeError"}
@@ -56,9 +56,12 @@ class Seen:
         return [one for one in self.records if one["rank"] == rank and one["what"] == what]
 
     @property
-    def slowed(self) -> float:
-        """Return how much longer than on an idle machine things may take."""
-        return min(max(1.0, self.load.get("share", 1.0)), MOST_SLOWED)
+    def spare_s(self) -> float:
+        """Return how much later than on an idle machine things may happen.
+
+        What the driver waited for a processor, ten times over: each of several processes may wait.
+        """
+        return 10 * self.load.get("driver_late_s", 0.0)
 
 
 @dataclass
@@ -137,8 +140,8 @@ def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
 def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False) -> Verdict:
     """Return what the job did about the event, with all that was wrong."""
     expected = expectation(event) if seen.event_at is not None else "fine"
-    if event.kind == "stop" and not event.seconds:
-        expected = "either"
+    if event.kind == "stop" and event.rank == 0 and layout.launcher == "torchrun":
+        expected = "either"  # rank 0's process has the scheduler, which stops with it
     if is_elastic and expected in ("lost", "either") and event.role == "worker":
         expected = "goes on"
     if expected == "gone" and len(layout.machines) > 1:
@@ -160,6 +163,9 @@ def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False)
     elif expected != "gone" and not (event.role == "launcher" and event.kind == "term"):
         _check_errors(event, layout, seen, verdict)
         _check_report(event, layout, seen, verdict)
+        _check_end(layout, seen, verdict)
+        if has_ended_well:
+            verdict.add("unnoticed", "the job ended with code 0, although a member was lost")
     elif expected == "gone" and has_ended_well:
         verdict.add("exit code", "the killed launcher returned 0")
     if event.role == "launcher" and event.kind == "term" and not has_ended_well:
@@ -202,7 +208,7 @@ def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
     limit = SOON_S + (LEASE_S + 1.0 if silent else 0.0)  # user timeout of TCP: the same 3 s
     if event.phase == "start" and (layout.launcher != "fastps-run" or layout.is_lab):
         limit += float(layout.environment.get("FASTPS_START_TIMEOUT_S", "15"))
-    return limit * seen.slowed
+    return limit + seen.spare_s
 
 
 def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
@@ -297,6 +303,18 @@ def _check_term(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> N
             verdict.add(
                 "exit code", f"{name} got SIGTERM and returned {one['code']}: {_last(one)}"
             )
+
+
+def _check_end(layout: Layout, seen: Seen, verdict: Verdict) -> None:
+    ends = [one["at"] for one in seen.records if one["what"] in ("error", "event")]
+    limit = END_S + seen.spare_s + (30.0 if layout.launcher == "torchrun" else 0.0)
+    after_s = seen.ended_at - max(ends, default=seen.event_at or seen.ended_at)
+    if after_s > limit:
+        verdict.add("slow end", f"the last process ended {after_s:.1f} s after the last error")
+    has_joined = any("workers joined" in one.get("text", "") for one in seen.records)
+    for name, one in seen.launchers.items():
+        if has_joined and "nobody joined" in one["stderr"]:
+            verdict.add("wrong report", f"{name} says that nobody joined: {_last(one)}")
 
 
 def _last(launcher: dict[str, Any]) -> str:
