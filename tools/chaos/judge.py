@@ -130,10 +130,8 @@ def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
         names.append("scheduler")
     if event.role == "launcher":
         names.append("fastps-run")
-    if layout.launcher == "none" and event.phase == "start":
-        names.append(
-            f"of {layout.servers} servers? joined"
-        )  # no launcher says which number it had
+    if event.phase == "start" and layout.servers:
+        names.append(f"of {layout.servers} servers? joined")  # its number is not known yet
     return re.compile("|".join(rf"\b{name}\b" for name in names))
 
 
@@ -142,6 +140,8 @@ def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False)
     expected = expectation(event) if seen.event_at is not None else "fine"
     if event.kind == "stop" and event.rank == 0 and layout.launcher == "torchrun":
         expected = "either"  # rank 0's process has the scheduler, which stops with it
+    if expected == "lost" and _was_too_late(event, layout, seen):
+        expected = "either"
     if is_elastic and expected in ("lost", "either") and event.role == "worker":
         expected = "goes on"
     if expected == "gone" and len(layout.machines) > 1:
@@ -171,6 +171,15 @@ def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False)
     if event.role == "launcher" and event.kind == "term" and not has_ended_well:
         _check_term(event, layout, seen, verdict)
     return verdict
+
+
+def _was_too_late(event: Event, layout: Layout, seen: Seen) -> bool:
+    """Return whether all others had taken all steps before the event."""
+    assert seen.event_at is not None
+    dead = dead_of(event, layout)
+    left = [rank for rank in range(layout.workers) if ("worker", rank) not in dead]
+    began = [record["at"] for rank in left for record in seen.of(rank, "leave")]
+    return len(began) == len(left) and max(began, default=seen.event_at) < seen.event_at + 0.1
 
 
 def _check_history(layout: Layout, seen: Seen, verdict: Verdict, *, is_elastic: bool) -> None:

@@ -104,13 +104,18 @@ def sweep(mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         _reap()
         time.sleep(0.02)
+    while _reap() and time.monotonic() < until:
+        time.sleep(0.01)
 
 
-def _reap() -> None:
-    """Take the ends of orphans that have become our children."""
-    with contextlib.suppress(ChildProcessError):
+def _reap() -> bool:
+    """Take the ends of orphans that have become our children; return whether others live."""
+    try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 class Started:
@@ -455,7 +460,7 @@ class Runner:
         self._undo_at = None
         if self.event.kind in CUTS:
             self._cut("heal")
-        elif self._stopped is not None:
+        elif self._stopped in marked(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._stopped, signal.SIGCONT)
 
