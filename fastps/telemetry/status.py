@@ -64,7 +64,13 @@ class StatusService:
                        "pid": os.getpid(), "host": socket.gethostname()}  # fmt: skip
         self._tell, self._links = tell, links
         self._secret = read_secret(config.metrics_token_file, "FASTPS_METRICS_TOKEN_FILE")
-        self._listeners = list(self._open(config, slot))
+        self._listeners: list[socket.socket] = []
+        try:
+            for one in self._open(config, slot):
+                self._listeners.append(one)
+        except BaseException:
+            sockets.close_all(self._listeners)
+            raise
         self._threads = [
             threading.Thread(target=self._serve, args=[one], name="fastps:status", daemon=True)
             for one in self._listeners

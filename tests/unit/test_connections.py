@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker decides before it has links, and what it closes where it cannot go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastps.config import load
+from fastps.errors import ConfigError
+from fastps.session import connections
+from fastps.session.connections import Connections
+from fastps.transport import shm
+
+
+@pytest.mark.parametrize(
+    ("settings", "why", "is_shared"),
+    [
+        ({"size": 2}, "", True),
+        ({"size": 2}, "/dev/shm is full", False),
+        ({"size": 2, "shared_memory": False}, "/dev/shm is full", False),
+        ({"size": 1}, "/dev/shm is full", True),  # nobody to share it with
+    ],
+)
+def test_who_cannot_share_memory_says_why(monkeypatch, caplog, settings, why, is_shared):
+    monkeypatch.setattr(shm, "can_share", lambda nbytes: why)
+    assert connections._shares(load(settings, {})) == is_shared
+    is_told = bool(why) and settings == {"size": 2}
+    assert [one.getMessage() for one in caplog.records] == (
+        [f"{why}; this worker reduces over sockets instead"] if is_told else []
+    )
+
+
+def test_a_status_that_cannot_be_ends_the_connections():
+    one: Any = object.__new__(Connections)
+    one.closed = 0
+
+    def close() -> None:
+        one.closed += 1
+
+    one.close = close
+    one.job = SimpleNamespace(me=0, local_rank=0)
+    one._config = load({"size": 2, "metrics_port": 1234, "metrics_host": "0.0.0.0"}, {})
+    with pytest.raises(ConfigError, match="open to other machines"):
+        one.begin_status(dict)
+    assert one.closed == 1
