@@ -90,7 +90,6 @@ class Links:
             store,
             self._job.me,
             lane=lane,
-            credit_bytes=0,
             by_reference=True,
         )
 

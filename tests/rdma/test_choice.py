@@ -225,7 +225,7 @@ class Fabric:
 class Worker:
     """The links of a worker to one server with three lanes, beside a listener for TCP."""
 
-    def __init__(self, monkeypatch: Any, transport: str, fabric: Fabric) -> None:
+    def __init__(self, monkeypatch: Any, transport: str, fabric: Fabric | None) -> None:
         self.lanes: list[int] = []
         self.held: list[Any] = []
         near = Member("worker", 0, "127.0.0.1", 1, 1, "here", 0, "", "here", GID)
@@ -251,13 +251,30 @@ class Worker:
         self.lanes.append(lane)
 
 
-def test_links_that_work_use_rdma(monkeypatch):
+def test_links_that_work_use_rdma(monkeypatch, caplog):
+    caplog.set_level("INFO", "fastps")
     fabric = Fabric("", "", "")
     worker = Worker(monkeypatch, "auto", fabric)
     worker.links.connect({1: 3}, None)
+    assert f"server 0 is reached by RDMA: {DEVICE.describe()}" in caplog.text
     assert worker.lanes == []
     assert worker.held == [fabric.hold]
     assert not fabric.is_closed
+
+
+def test_who_is_near_is_reached_by_a_socket_and_without_a_word(monkeypatch, caplog):
+    caplog.set_level("INFO", "fastps")
+    worker = Worker(monkeypatch, "auto", Fabric())
+    worker.links.connect({0: 2}, None)
+    assert worker.lanes == [0, 1]
+    assert not caplog.text
+
+
+def test_without_a_device_that_opens_all_links_are_sockets(monkeypatch):
+    worker = Worker(monkeypatch, "auto", None)
+    worker.links.connect({1: 2}, None)
+    assert worker.lanes == [0, 1]
+    assert worker.held == []
 
 
 def test_tcp_takes_the_place_of_links_that_do_not_work(monkeypatch, caplog):
