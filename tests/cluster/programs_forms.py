@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import fastps
+from fastps.session import current
 
 
 def everything() -> str:
@@ -28,6 +29,7 @@ def everything() -> str:
     async_forms()
     grouped_forms()
     no_sets()
+    forms_of_priorities()
     flights = [fastps.allreduce_async(np.ones(3), name) for name in (None, "last")]
     while not all(map(fastps.poll, flights)):
         time.sleep(0.001)
@@ -36,6 +38,17 @@ def everything() -> str:
     for flight in flights:  # nobody had joined, so they lack nobody
         assert np.array_equal(fastps.synchronize(flight), np.ones(3))
     return "done"
+
+
+def forms_of_priorities() -> None:
+    """Sum in place under a name that is known, which takes a short way for plain integers."""
+    one = np.ones(3)
+    for priority in (0, 3, np.int64(-3), [3], (np.int32(3),), True):
+        fastps.push_pull(one, "known", priority=priority, out=one)
+        fastps.push_pull_async(one, "known", priority=priority, out=one).wait()
+    assert one.tolist() == [1] * 3
+    with pytest.raises(ValueError, match="1 tensors need as many priorities, not 2"):
+        fastps.push_pull(one, "known", priority=[1, 2], out=one)
 
 
 def no_sets() -> None:
@@ -130,6 +143,8 @@ def barrier_again() -> str:
     if me == 1:
         with pytest.raises(ValueError, match=r"timeout|seconds"):
             fastps.barrier(timeout_s=-1)
+        with pytest.raises(fastps.StallError, match="worker 0"):
+            current.current().barrier("of a session", timeout_s=0.2)
     if me == 2:
         threading.Thread(target=interrupt, args=("_collect",)).start()
         with pytest.raises(KeyboardInterrupt):
@@ -139,6 +154,7 @@ def barrier_again() -> str:
     for _ in range(2):
         come_again(me)
         assert fastps.allreduce(np.full(1, me), op=fastps.Sum)[0] == sum(range(fastps.size()))
+    current.current().barrier("of a session")
     fastps.barrier()
     fastps.shutdown()
     return "done"

@@ -159,6 +159,21 @@ def test_what_was_declared_with_parts_is_used_by_name():
         home.declare([("bucket", (32,), DType.FLOAT32)], parts=parts[::-1])
 
 
+def test_a_name_is_free_for_what_it_was_declared_for():
+    home, parts = current.current(), (("b", int(DType.FLOAT32), (4,)),)
+    assert home.is_free_for("x", (4,), DType.FLOAT32)
+    home.declare([("x", (4,), DType.FLOAT32)], parts=parts)
+    for shape, dtype, *said, is_free in (
+        ((4,), DType.FLOAT32, True),
+        ((4,), DType.FLOAT32, parts, True),
+        ((4,), DType.FLOAT32, (), False),
+        ((3,), DType.FLOAT32, False),
+        ((4,), DType.INT32, False),
+        ((3,), DType.FLOAT32, parts, False),
+    ):
+        assert home.is_free_for("x", shape, dtype, *said) == is_free
+
+
 def test_what_was_declared_under_a_rule_is_broadcast_as_it_is():
     big = np.full(3, 100.0)
     rule = NormClipping(1.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -149,3 +150,15 @@ def test_what_landed_is_there():
     landed = completed("result")
     assert landed.poll()
     assert landed.wait(0.0) == "result"
+
+
+def test_a_receive_names_its_source_and_whose_messages_it_misses():
+    group = SimpleNamespace(ranks=[4, 0, 7])  # places of a set, not of the session
+    landed = completed("result", SimpleNamespace(group=group, met=7, missed=[0, 4]))
+    assert landed.source == 2
+    assert landed.missed == [1, 0]
+    other = completed("result")
+    assert other.missed == []
+    with pytest.raises(AttributeError, match="only the handle of a receive has a source"):
+        _ = other.source
+    assert not hasattr(other, "source")

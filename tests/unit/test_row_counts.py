@@ -152,6 +152,18 @@ def test_rows_that_differ_are_an_error_for_everybody(shape, dtype):
     assert all(isinstance(one, MismatchError) for one in found), found
 
 
+@pytest.mark.parametrize("other", [0, 2])
+def test_roots_that_differ_are_an_error_for_everybody(other):
+    own = np.ones((2, 3), np.float32)
+
+    def gather(me, group):
+        root = other if me == 1 else 1
+        return told_of(Rows(group, "gather", own, [2], DType.FLOAT32, None, "gather", root))
+
+    found = GroupBase(3).each(gather)
+    assert all(isinstance(one, MismatchError) for one in found), found
+
+
 def test_heads_that_lie_land_nowhere():
     packed = pack(np.arange(4.0), [4], 8, 1, DType.FLOAT64, 64)
     for rows in (-1, 9, 1 << 40):
