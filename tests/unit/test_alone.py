@@ -174,6 +174,16 @@ def test_a_name_is_free_for_what_it_was_declared_for():
         assert home.is_free_for("x", shape, dtype, *said) == is_free
 
 
+def test_a_result_without_room_in_shared_memory_lies_elsewhere(monkeypatch):
+    def empty(*_):
+        raise MemoryError
+
+    home = current.current()
+    monkeypatch.setattr(home, "empty", empty)
+    found = home.result((3, 5000), np.dtype(np.float32))
+    assert (found.shape, found.dtype) == ((3, 5000), np.float32)
+
+
 def test_what_was_declared_under_a_rule_is_broadcast_as_it_is():
     big = np.full(3, 100.0)
     rule = NormClipping(1.0)

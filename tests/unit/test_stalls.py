@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -187,3 +188,17 @@ def test_what_was_waited_for_in_vain_is_not_said_to_be_waited_for() -> None:
     assert second.place == "tensor x"
     assert isinstance(waits, Whereabouts)
     assert waits.waits == "waits for tensor 'x' (operation 1 on it)"
+
+
+def test_each_look_sees_how_links_do_once_there_are_any() -> None:
+    worker, looks = Worker(), list[float]()
+    links = worker.connections
+    links.look_at_links = looks.append
+    watch = StallWatch(worker, worker, worker)  # type: ignore[arg-type]
+    for _ in range(2):
+        watch.look()
+    assert len(looks) == 2
+    assert looks[0] <= looks[1] <= time.monotonic()
+    del worker.connections  # as before the session is whole
+    watch.look()
+    assert len(looks) == 2
