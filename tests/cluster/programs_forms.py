@@ -41,14 +41,14 @@ def everything() -> str:
 
 
 def forms_of_priorities() -> None:
-    """Sum in place under a name that is known, which takes a short way for plain integers."""
-    one = np.ones(3)
+    """Average in place under a known name, which takes a short way for plain integers."""
+    home, one = current.current(), np.ones(3)
     for priority in (0, 3, np.int64(-3), [3], (np.int32(3),), True):
-        fastps.push_pull(one, "known", priority=priority, out=one)
-        fastps.push_pull_async(one, "known", priority=priority, out=one).wait()
+        home.push_pull(one, "known", priority=priority, out=one)
+        home.push_pull_async(one, "known", priority=priority, out=one).wait()
     assert one.tolist() == [1] * 3
     with pytest.raises(ValueError, match="1 tensors need as many priorities, not 2"):
-        fastps.push_pull(one, "known", priority=[1, 2], out=one)
+        home.push_pull(one, "known", priority=[1, 2], out=one)
 
 
 def no_sets() -> None:

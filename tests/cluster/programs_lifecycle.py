@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 import fastps
 from fastps.errors import FastPSError, ShutdownError
 from fastps.session import current
+from fastps.telemetry import watch
 from fastps.types import DType
 
 THREADS = 8
@@ -124,6 +127,12 @@ def shutdown_beside() -> str:
     return "done"
 
 
+def shows_status() -> bool:
+    """Return whether `fastps top` finds this process."""
+    found = watch.names(Path("/proc/net/unix").read_text(encoding="ascii"))
+    return any(name.endswith(f"/{os.getpid()}") for name in found)
+
+
 def kept_across() -> str:
     """Use a session, and what belongs to it, after shutdown()."""
     fastps.init()
@@ -132,7 +141,9 @@ def kept_across() -> str:
     session.push_pull(array, "x", average=False, out=array)
     some.wait()
     empty, shares = fastps.empty(8, np.float32), session.can_share
+    assert shows_status() == (fastps.size() > 1)
     fastps.shutdown()
+    assert not shows_status()
     calls: list[Callable[[], Any]] = [
         lambda: session.push_pull(array, "x", average=False, out=array),
         lambda: session.push_pull(array, "x", average=False),

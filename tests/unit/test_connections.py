@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fastps.config import load
+from fastps.control.protocol import PeerLost
 from fastps.errors import ConfigError
 from fastps.session import connections
 from fastps.session.connections import Connections
@@ -46,3 +47,18 @@ def test_a_status_that_cannot_be_ends_the_connections():
     with pytest.raises(ConfigError, match="open to other machines"):
         one.begin_status(dict)
     assert one.closed == 1
+
+
+def test_who_is_lost_is_lost_for_an_exchange_that_is_there_or_is_made_later():
+    heard, gone, cut = list[Any](), list[int](), list[int]()
+    one: Any = object.__new__(Connections)
+    one._lost, one.node, one._on_event = [], None, heard.append
+    one.client = SimpleNamespace(job=SimpleNamespace(me=0))
+    early, late = (PeerLost("worker", rank, "node", 7, "died", goes_on=True) for rank in (2, 1))
+    one._take(early)
+    assert one._lost == [2]
+    one.exchange, one.node = SimpleNamespace(lose=gone.append), SimpleNamespace(lose=cut.append)
+    one._take(late)
+    assert one._lost == [2, 1]
+    assert gone == cut == [1]
+    assert heard == [early, late]
