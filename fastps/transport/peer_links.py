@@ -23,7 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from fastps.config import Config
-from fastps.errors import FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.errors import (
+    FastPSError,
+    ProtocolError,
+    ShutdownError,
+    TransportError,
+    TransportTimeout,
+)
 from fastps.security.handshake import Claim, NoPlaceError, Purpose
 from fastps.transport import rdma
 from fastps.transport._link import LinkOwner
@@ -149,8 +155,8 @@ class PeerLinks:
         self._me = self._generation = 0
         self._owner: LinkOwner | None = None
         self._table = PeerTable(0)
+        self._over: FastPSError | None = None  # why this process makes no link any more
         self._changed = threading.Condition()  # guards table, owner and transports
-        self._has_failed = False  # no link is to be made any more
         self._tcp: TcpTransport | None = None
         self._rdma: RdmaTransport | None = None
         self._openings: dict[int, Opening] = {}  # of RDMA links
@@ -200,16 +206,18 @@ class PeerLinks:
 
         Waits at most connect_timeout_s and twice handshake_timeout_s, and three times that where
         TCP has to replace RDMA. Raises ValueError for a number that no other member has, and
-        TransportTimeout, TransportError or AuthError that name the member.
+        TransportTimeout, TransportError or AuthError that name the member; ShutdownError after
+        leave(), also in threads that wait here.
         """
         if not 0 <= peer < len(self._places):
             raise ValueError(f"no member {peer}: the job has members 0 to {len(self._places) - 1}")
-        if self._owner is None:
+        if self._owner is None and self._over is None:
             raise TransportError(
                 f"cannot link to {self._name(peer)}: this process has no owner of peer links"
             )
         for _ in range(ATTEMPTS):
             with self._changed:
+                self._check_open(peer)
                 is_ours = self._table.begin(peer)
                 if not is_ours:
                     self._wait_open(peer)
@@ -256,17 +264,19 @@ class PeerLinks:
                 self._changed.notify_all()
             raise
         with self._changed:
-            if self._table.dialled(peer):
+            if self._over is None and self._table.dialled(peer):
                 self._adopt(descriptor, peer, is_rdma=is_rdma, greets_first=True)
                 return
-        os.close(descriptor)  # the peer's connection is the link
+            os.close(descriptor)
+            self._check_open(peer)  # else the peer's connection is the link
 
     def _wait_open(self, peer: int, cause: FastPSError | None = None) -> None:
         """Wait until another thread or the peer has made the link; the lock is held."""
         timeout_s = self._config.handshake_timeout_s
         deadline = time.monotonic() + timeout_s + (0 if cause else self._config.connect_timeout_s)
         while self._table.state(peer) in (PeerState.DIALLING, PeerState.CHOSEN):
-            left_s = 0.0 if self._has_failed else deadline - time.monotonic()
+            self._check_open(peer)
+            left_s = deadline - time.monotonic()
             if left_s <= 0 or not self._changed.wait(left_s):
                 self._table.give_up(peer)
                 self._changed.notify_all()
@@ -277,10 +287,18 @@ class PeerLinks:
         if self._table.state(peer) is not PeerState.OPEN and peer not in self._by_tcp:
             raise cause or TransportError(f"another thread could not link to {self._name(peer)}")
 
+    def _check_open(self, peer: int) -> None:
+        """Raise why no link is made any more, if so; the lock is held."""
+        if self._over is not None:
+            raise type(self._over)(f"cannot link to {self._name(peer)}: {self._over}")
+
     def fail(self) -> None:
-        """Stop waiting for all links: the job, or its view, has failed."""
+        """Make no link any more, and end the waits for some: the job, or its view, has failed."""
+        self._end(TransportError("a member of the job is lost"))
+
+    def _end(self, error: FastPSError) -> None:
         with self._changed:
-            self._has_failed = True
+            self._over = self._over or error
             self._changed.notify_all()
 
     def lose(self, peer: int) -> None:
@@ -449,6 +467,7 @@ class PeerLinks:
     def leave(self) -> None:
         """Stop listening and send BYE on all peer links; idempotent, does not wait for them."""
         self._listener.close(timeout_s=self._config.shutdown_timeout_s)
+        self._end(ShutdownError("shutdown() is ending this session"))
         for transport in self._transports():
             transport.leave()
 

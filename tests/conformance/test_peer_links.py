@@ -24,10 +24,16 @@ from transport_nets import (
 from aids.mailbox import Mailbox
 from fastps.config import load
 from fastps.control.protocol import Job, Member
-from fastps.errors import AuthError, PeerLostError, TransportError, TransportTimeout
+from fastps.errors import (
+    AuthError,
+    PeerLostError,
+    ShutdownError,
+    TransportError,
+    TransportTimeout,
+)
 from fastps.security.handshake import derive_key
 from fastps.transport import rdma, sockets
-from fastps.transport.peer_links import PeerLinks
+from fastps.transport.peer_links import PeerLinks, PeerState
 
 KEY = derive_key(b"token", "data", "job")
 BY_RDMA = tuple(kind for kind in NETS if kind in ("native", "pyverbs"))
@@ -178,6 +184,36 @@ def test_a_peer_that_never_is_ready_is_named(make):
         party.nodes[0].reach(1)  # it may be tried again
     assert time.monotonic() - began < TIMEOUT_S / 2
     assert party.nodes[1].refused
+
+
+def test_who_leaves_makes_no_more_links(make):
+    party = make(2, WAYS[0])
+    node, errors = party.nodes[0], list[BaseException]()
+    node.link_peers(party.boxes[0])
+
+    def use() -> None:
+        try:
+            node.reach(1)
+        except BaseException as error:
+            errors.append(error)
+
+    dials, waits = (threading.Thread(target=use) for _ in range(2))
+    dials.start()  # and its peer is not ready yet
+    wait_until(lambda: node._table.state(1) is PeerState.DIALLING, "a thread that dials")
+    waits.start()
+    began = time.monotonic()
+    node.leave()
+    waits.join(TIMEOUT_S)
+    assert time.monotonic() - began < party.config.handshake_timeout_s
+    node.close()
+    party.nodes[1].link_peers(party.boxes[1])
+    dials.join(TIMEOUT_S)
+    use()
+    assert [(type(error), str(error)) for error in errors] == [
+        (ShutdownError, "cannot link to worker 1: shutdown() is ending this session")
+    ] * 3
+    wait_until(lambda: party.boxes[1].ended(0) < 0, "the end of what the peer had accepted")
+    assert node.statistics() == {}
 
 
 def test_who_does_not_know_the_token_is_no_peer(make):
