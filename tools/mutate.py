@@ -6,9 +6,10 @@
 mutations.py says what a mutation is. The seed decides which lines are mutated, and how: after an
 edit elsewhere the same seed picks nearly the same ones. Each mutation gets the tests that
 mutate.toml lists for its file, in a copy of the tree, until one fails. A timeout counts as killed,
-for a test that hangs has noticed. mutate.toml also names mutations that change no behaviour, with
-reasons; they count neither as killed nor as survived. A log lets a run continue where it stopped.
-The last lines are the figures and the survivors; --again runs the survivors in the log again.
+for a test that hangs has noticed; but only if it comes twice, for the machine may be busy.
+mutate.toml also names mutations that change no behaviour, with reasons; they count neither as
+killed nor as survived. A log lets a run continue where it stopped. The last lines are the figures
+and the survivors; --again runs the survivors in the log again, unless they are named so.
 
 Kernels: the cache of machine code is keyed by the text of their sources (fastps/reduce/cache.py),
 so a mutated kernel is compiled anew; each copy of the tree has a cache of its own.
@@ -127,8 +128,13 @@ class Run:
             entry = json.loads(line)
             if "tests" in entry:
                 self._limits[entry["tests"]] = entry["limit_s"]
-            elif not (again and entry["result"] == "survived"):
+            elif not (again and entry["result"] == "survived" and not self._is_named(entry)):
                 self.results[entry["key"]] = entry
+
+    def _is_named(self, entry: Mapping[str, Any]) -> bool:
+        """Return whether an entry is of a mutation that changes no behaviour."""
+        path, _, before, after = json.loads(entry["key"])
+        return (path, before, after) in self.equivalent
 
     def work(self, tree: Tree, waiting: list[Mutation]) -> None:
         """Take mutations until none waits, or until the time is over."""
@@ -138,8 +144,11 @@ class Run:
                     return
                 one = waiting.pop(0)
             tests = self._tests[one.path]
-            limit_s = min(self._limit(tree, one, tests), self._until - time.monotonic())
-            result, seconds, output = tree.run(one, tests, max(limit_s, 0.0))
+            for _ in range(2):
+                limit_s = min(self._limit(tree, one, tests), self._until - time.monotonic())
+                result, seconds, output = tree.run(one, tests, max(limit_s, 0.0))
+                if result != "timeout":
+                    break
             if time.monotonic() < self._until:
                 failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
                 by = failed[1] if failed else ""

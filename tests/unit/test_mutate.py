@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -109,6 +111,41 @@ def test_the_seed_decides_and_lines_elsewhere_do_not():
 
 def test_a_mutation_that_is_the_same_program_is_not_picked():
     assert not mutations.pick({"x.py": b"x = 1e300"}, 1, 9)
+
+
+class Tree:
+    """Where the mutations of a run end as the test says."""
+
+    def __init__(self, *results: str) -> None:
+        self.results = list(results)
+
+    def run(self, one: mutations.Mutation, tests: str, limit_s: float) -> tuple[str, float, str]:
+        return self.results.pop(0), 1.0, "FAILED tests/x.py::y - z"
+
+
+def results_of(run: mutate.Run) -> dict[str, str]:
+    return {json.loads(key)[-1]: entry["result"] for key, entry in run.results.items()}
+
+
+def test_a_run_continues_from_its_log(tmp_path, capsys):
+    chosen = list(mutations.Source("x.py", b"x = y < 3\n").mutations())
+    named = {"file": "x.py", "before": "x = y < 3", "after": "x = y < 4", "reason": "so it is"}
+    table = {"tests": [{"files": ["x.py"], "run": "x.py"}], "equivalent": [named]}
+    log, until = tmp_path / "log", time.monotonic() + 60
+    log.write_text('{"tests": "x.py", "limit_s": 9}\n')
+    run = mutate.Run(table, log, until, False)
+    tree = Tree("timeout", "killed", "survived", "survived")
+    run.work(tree, list(chosen))
+    expected = {"x = y <= 3": "killed", "x = y >= 3": "survived", "x = y < 4": "survived"}
+    assert results_of(run) == results_of(mutate.Run(table, log, until, False)) == expected
+    assert run.report(chosen) == 0.5
+    assert "2 survived" not in capsys.readouterr().out
+    again = mutate.Run(table, log, until, True)
+    del expected["x = y >= 3"]
+    assert results_of(again) == expected
+    again.work(Tree("timeout", "timeout"), [one for one in chosen if one.key not in again.results])
+    assert results_of(again)["x = y >= 3"] == "timeout"
+    assert again.report(chosen) == 1
 
 
 def test_the_table_names_files_that_are_there():
