@@ -10,7 +10,8 @@ import pytest
 
 import fastps
 from fastps.byzantine.rules import NormClipping
-from fastps.errors import FastPSError, MismatchError
+from fastps.control.protocol import TensorPoisoned
+from fastps.errors import FastPSError, MismatchError, Status
 from fastps.session import current
 from fastps.types import DType
 
@@ -172,6 +173,18 @@ def test_a_name_is_free_for_what_it_was_declared_for():
         ((3,), DType.FLOAT32, parts, False),
     ):
         assert home.is_free_for("x", shape, dtype, *said) == is_free
+
+
+def test_what_is_in_flight_under_a_name_that_workers_differ_about_fails(monkeypatch):
+    failed, home = [], current.current()
+    links = types.SimpleNamespace(fail_tensor=lambda *words: failed.append(words))
+    monkeypatch.setattr(home, "connections", links, raising=False)
+    monkeypatch.setitem(home._tensors, "here", types.SimpleNamespace(tensor_id=7))
+    for name in ("here", "elsewhere"):  # which other workers alone have started
+        home.poison(TensorPoisoned(0, name, f"workers differ about {name!r}"))
+        with pytest.raises(MismatchError, match=f"workers differ about '{name}'"):
+            home.is_free_for(name, (3,), DType.FLOAT32)
+    assert failed == [(7, Status.MISMATCH)]
 
 
 def test_a_result_without_room_in_shared_memory_lies_elsewhere(monkeypatch):
