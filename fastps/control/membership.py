@@ -613,12 +613,16 @@ class Membership:
             self._fail_start(item, "view", str(lost))
             self._send(item.peer, ViewLost(self.generation, lost, survives=True))
             item.has_started, item.is_owner, item.number = False, False, None
+        self._count_survivors(survivors)
+        self._change_until = now + self._config.start_timeout_s
+        self._watch.begin(now)
+
+    def _count_survivors(self, survivors: Iterable[Peer]) -> None:
+        """Set the numbers of workers and servers that make the next view."""
         roles = [item.join.role for item in survivors]
         self._view = dataclasses.replace(
             self._config, size=roles.count("worker"), num_servers=roles.count("server")
         )
-        self._change_until = now + self._config.start_timeout_s
-        self._watch.begin(now)
 
     def _drop_absent_survivors(self, now: float) -> None:
         """Drop the survivors that did not await the next view in time."""
@@ -670,7 +674,11 @@ class Membership:
             self._next_generation(now)
         if self.phase is Phase.BROKEN and not self._programs():
             self._end(f"the job is broken: {self.first_cause}", 1, now)
+        if self._is_changing and self._programs():  # one may have left instead of coming
+            self._count_survivors(self._peers.values())
+            self._start_if_complete(now)
         if self.phase is Phase.LOBBY and not self._programs():
+            self._is_changing, self._change_until = False, float("inf")
             if self.generation > 1:
                 self._idle_until = min(self._idle_until, now + self._config.linger_s)
             elif not self._peers:

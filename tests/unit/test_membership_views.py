@@ -167,6 +167,25 @@ class TestComing:
         assert (first.port, first.unix) == (4242, "name")
         assert second.port == 7000 + c
 
+    def test_a_survivor_may_leave_instead(self):
+        driver = elastic()
+        (a, b, c), (server,) = driver.start()
+        driver.die(b)
+        come(driver, a, server)
+        number = driver.leave(c)
+        assert Done(number) in driver.sent[c]
+        assert job_of(driver, a).n_workers == 1
+
+    def test_all_survivors_may_leave_instead(self):
+        driver = elastic()
+        (a, b, c), (server,) = driver.start()
+        driver.die(b)
+        for peer in (a, c):
+            driver.leave(peer)
+        driver.advance(100.0)
+        assert driver.finish is not None
+        assert driver.finish.code == 0
+
     def test_newcomers_are_refused(self):
         driver = elastic()
         (a, b, c), (server,) = driver.start()
