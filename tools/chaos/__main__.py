@@ -36,6 +36,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,10 @@ def choose(options: argparse.Namespace) -> tuple[list[Event], list[str]]:
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown:
         raise SystemExit(f"no layout is named {unknown[0]}; there are: {', '.join(LAYOUTS)}")
-    able = {"has_disk": not os.geteuid() and has_mounts(), "has_clock": has_clocks()}
+    able = {
+        "has_disk": not os.geteuid() and has_mounts(), "has_clock": has_clocks(),
+        "has_scheduler": find_spec("fastps.launch.scheduler_process") is not None,
+    }  # fmt: skip
     lacks += [] if able["has_disk"] else ["no full disks: mount namespaces need root"]
     lacks += [] if able["has_clock"] else ["no other clocks: time namespaces need root"]
     if lack := netlab.missing():

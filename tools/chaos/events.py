@@ -97,17 +97,24 @@ def kinds_of(layout: Layout, *, has_disk: bool, has_clock: bool) -> list[str]:
     return kinds + ["disk"] * (has_disk and layout.launcher == "fastps-run")
 
 
-def victims_of(layout: Layout) -> list[tuple[str, int]]:
-    """List the processes of a layout that a signal may hit."""
+def victims_of(layout: Layout, *, has_scheduler: bool = False) -> list[tuple[str, int]]:
+    """List the processes of a layout that a signal may hit.
+
+    has_scheduler: the scheduler of fastps-run is a process, and not a thread of it.
+    """
     found = [one for m in range(len(layout.machines)) for one in layout.members_of(m)]
     if layout.launcher == "none":
         return [*found, ("scheduler", 0)]
     if layout.launcher == "fastps-run":
         found += [("launcher", machine) for machine in range(len(layout.machines))]
+        found += [("scheduler", 0)] * has_scheduler
     return found
 
 
-def draw(seed: int, layout: Layout, *, has_disk: bool = True, has_clock: bool = True) -> Event:
+def draw(
+    seed: int, layout: Layout, *, has_disk: bool = True, has_clock: bool = True,
+    has_scheduler: bool = False,
+) -> Event:  # fmt: skip
     """Draw the event of one job; the same seed and layout give the same event."""
     chance = random.Random(f"{seed} {layout.name}")
     kind = chance.choice(kinds_of(layout, has_disk=has_disk, has_clock=has_clock))
@@ -123,9 +130,10 @@ def draw(seed: int, layout: Layout, *, has_disk: bool = True, has_clock: bool = 
                      is_polite=polite)  # fmt: skip
     if kind in ("disk", "clock"):
         return Event(seed, layout.name, kind, "machine", chance.choice(machines), "start")
-    roles = sorted({role for role, _ in victims_of(layout)})
+    victims = victims_of(layout, has_scheduler=has_scheduler)
+    roles = sorted({role for role, _ in victims})
     (role,) = chance.choices(roles, [ROLES[one] for one in roles])
-    rank = chance.choice([rank for one, rank in victims_of(layout) if one == role])
+    rank = chance.choice([rank for one, rank in victims if one == role])
     event = Event(seed, layout.name, kind, role, rank, step=step, is_polite=polite)
     return _signal_event(chance, event, layout)
 

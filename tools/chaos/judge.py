@@ -140,6 +140,8 @@ def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False)
     expected = expectation(event) if seen.event_at is not None else "fine"
     if event.kind == "stop" and event.rank == 0 and layout.launcher == "torchrun":
         expected = "either"  # rank 0's process has the scheduler, which stops with it
+    if (event.role, event.kind) == ("scheduler", "term") and layout.launcher == "fastps-run":
+        expected = "fine"  # it takes orders from its launcher alone
     if expected == "lost" and _was_too_late(event, layout, seen):
         expected = "either"
     if is_elastic and expected in ("lost", "either") and event.role == "worker":

@@ -95,6 +95,13 @@ def marked(mark: str) -> dict[int, tuple[str, dict[str, str]]]:
     return found
 
 
+def _parent(pid: int) -> int:
+    """Return a process's parent; 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 def sweep(mark: str) -> None:
     """Kill all processes of a job, until none is left."""
     until = time.monotonic() + 10.0
@@ -428,7 +435,11 @@ class Runner:
         for one in self.started:
             if one.name == f"{role} {rank}":
                 return one.popen.pid if one.popen.poll() is None else None
-        for pid, (_, names) in marked(self.mark).items():
+        launcher = self.started[0].popen.pid
+        for pid, (line, names) in marked(self.mark).items():
+            is_fork = "fastps.launch.run" in line and _parent(pid) == launcher
+            if is_fork and role == "scheduler":
+                return pid
             if names.get("FASTPS_ROLE") == role and names.get("FASTPS_RANK") == str(rank):
                 return pid
         return None
