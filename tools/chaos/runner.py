@@ -37,6 +37,7 @@ PROGRAM = ROOT / "tools" / "chaos" / "program.py"
 TICK_S = 0.002
 LIMIT_S = 45.0  # of a whole job, longer on a loaded machine
 SETTLE_S = 3.0  # for processes to be gone once their launchers are
+FORK_S = 0.3  # a child of a launcher that still has its command line is the scheduler
 GRACE_S = "8"
 AHEAD_S = 86_400  # of a clock that is ahead
 DISK_BYTES = 64 * 1024
@@ -186,6 +187,7 @@ class Runner:
         self._undo_at: float | None = None
         self._stopped: int | None = None
         self._is_done = False  # the second fault
+        self._forks: dict[int, float] = {}  # of the launcher, when they were first seen
         self._latest = 0.0
 
     # ---- the job
@@ -439,7 +441,9 @@ class Runner:
         for pid, (line, names) in marked(self.mark).items():
             is_fork = "fastps.launch.run" in line and _parent(pid) == launcher
             if is_fork and role == "scheduler":
-                return pid
+                first = self._forks.setdefault(pid, time.monotonic())
+                if time.monotonic() > first + FORK_S:
+                    return pid
             if names.get("FASTPS_ROLE") == role and names.get("FASTPS_RANK") == str(rank):
                 return pid
         return None
