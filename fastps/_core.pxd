@@ -221,10 +221,18 @@ cdef class HugePages:
     cdef void note_use(self, const char* start, uint64_t nbytes) noexcept
 
 # ---- Python classes; fields with the GIL ----
-cdef struct PulseState          # opaque: descriptor, payload, how far it is written
+cdef struct PulseState          # opaque: descriptors, payload, how far it is written
+cdef struct BeatsState          # opaque: descriptors
 
 @cython.final
 cdef class Pulse:
     cdef PulseState* state      # read and written by the pulse thread; freed after its join
     cdef Thread* thread         # NULL after a join
+    cdef int keep(self, int fd, int place) except -1
     cdef void signal_stop(self) noexcept nogil
+
+@cython.final
+cdef class Beats:
+    cdef BeatsState* state      # its descriptors are under its mutex; freed after the join
+    cdef Thread* thread         # NULL after a join
+    cdef int end(self, int64_t deadline_ns) noexcept nogil

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, Self, final
 
 __all__ = [
+    "Beats",
     "BufferPool",
     "CopyPool",
     "Drain",
@@ -46,12 +47,24 @@ class BufferPool:
 
 @final
 class Pulse:
-    def __new__(cls, fd: int, payload: bytes, interval_s: float) -> Self: ...
+    def __new__(
+        cls, fd: int, payload: bytes, interval_s: float, *, lease_s: float = 0.0,
+        end_fd: int = -1, answer_fd: int = -1, cookie: bytes = b"",
+    ) -> Self: ...  # fmt: skip
     def __del__(self) -> None: ...
     @property
     def is_alive(self) -> bool: ...
     @property
     def errno(self) -> int: ...
+    @property
+    def silent_s(self) -> float: ...
+    def stop(self, *, timeout_s: float = 5.0) -> None: ...
+
+@final
+class Beats:
+    def __new__(cls, interval_s: float) -> Self: ...
+    def add(self, fd: int, payload: bytes) -> int: ...
+    def remove(self, number: int) -> None: ...
     def stop(self, *, timeout_s: float = 5.0) -> None: ...
 
 @final

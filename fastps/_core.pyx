@@ -51,7 +51,7 @@ from libc.stdint cimport (
 )
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, realloc
-from libc.string cimport memcpy, memset, strerror
+from libc.string cimport memcmp, memcpy, memset, strerror
 from posix.mman cimport (
     MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
 )
@@ -67,8 +67,9 @@ from fastps.native.atomic cimport (
 from fastps.native.copy cimport fps_copy
 from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
 from fastps.native.posix cimport (
-    MSG_DONTWAIT, MSG_NOSIGNAL, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
-    pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, sched_yield, send, syscall,
+    EFD_CLOEXEC, EFD_NONBLOCK, MSG_DONTWAIT, MSG_NOSIGNAL, MSG_TRUNC, SHUT_RD, eventfd,
+    pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_t,
+    pthread_mutex_trylock, pthread_mutex_unlock, recv, sched_yield, send, shutdown, syscall,
 )
 
 import logging
@@ -82,6 +83,7 @@ from typing import NamedTuple
 from fastps.errors import ConfigError, FastPSError, error_of
 
 __all__ = [
+    "Beats",
     "BufferPool",
     "CopyPool",
     "Drain",
@@ -124,6 +126,7 @@ cdef enum:
 include "native/core_sync.pxi"
 include "native/core_queue.pxi"
 include "native/core_thread.pxi"
+include "native/core_pulse.pxi"
 include "native/core_probe.pxi"
 include "native/core_pool.pxi"
 include "native/core_trace.pxi"

@@ -45,6 +45,7 @@ MAX_PROCESSES = 65535
 MAX_POOL_BYTES = 1 << 50
 MAX_VERSION = (1 << 32) - 1
 DAY_S = 86400.0
+MIN_PULSE_S = 0.05
 ROLES = ("worker", "server", "scheduler", "validator")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -336,8 +337,8 @@ class Config:
         text="How long an operation may take while every peer is alive.")
     shutdown_timeout_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.1, DAY_S),
         text="How long shutdown() waits for threads and peers.")
-    heartbeat_s: float = _set(TIMES, 0.5, unit="seconds", allowed=(0.05, 60.0),
-        text="Time between two heartbeats.")
+    heartbeat_s: float = _set(TIMES, 0.0, unit="seconds", allowed=(0.0, 60.0),
+        text="Time between two heartbeats. 0 chooses: a sixth of lease_s, at most 0.5.")
     lease_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.2, 3600.0),
         text="A process without a heartbeat for this time counts as lost; at least twice "
              "heartbeat_s.")
@@ -638,6 +639,11 @@ def _check_together(config: Config) -> None:
         raise ConfigError(
             f"FASTPS_TRACE_END_STEP={config.trace_end_step} must be 0 or at least "
             f"FASTPS_TRACE_START_STEP={config.trace_start_step}"
+        )
+    if 0 < config.heartbeat_s < MIN_PULSE_S:
+        raise ConfigError(
+            f"FASTPS_HEARTBEAT_S={format_value(config.heartbeat_s)} must be 0 or at least "
+            f"{MIN_PULSE_S}"
         )
     if config.lease_s < 2 * config.heartbeat_s:
         raise ConfigError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fastps.config import Config
 from fastps.contract.partition import server_weights
-from fastps.control.blame import join_names
+from fastps.control.blame import Inquest, join_names
 from fastps.control.identity import host_of
 from fastps.control.protocol import AwaitStart, Job, Join, Leave, Member
 from fastps.errors import ConfigError
@@ -34,6 +34,10 @@ class Peer:
     start_deadline: float = 0.0
     leave_request: Leave | None = None  # of a worker that has left and only serves the others
     leave_deadline: float = 0.0
+    inquest: Inquest | None = None  # while others are asked whether it lives
+    is_cut: bool = False  # others reached it when the scheduler did not hear it
+    ended: str = ""  # how, if its connection has ended and its launcher may know more
+    ended_until: float = 0.0  # when that counts
 
     @property
     def is_working(self) -> bool:

@@ -6,12 +6,22 @@ scheduler suspects the member at the other end, waits for better evidence, and n
 (`Suspicions`). A worker records the scheduler's events, reports its own broken links, and writes
 the error of an operation (`Witness`). Pure: no clock, no connection; the membership, the session
 and the server carry it out.
+
+A member is dead when its connection has ended, when its launcher says so, or when it was silent
+for its lease and others confirm that (`Inquest`). In a job of four members or more the scheduler
+asks up to five others, which send the silent one a probe; its pulse thread answers. The first two
+equal answers decide. Two that reach it: it lives, only its path to the scheduler is cut, and its
+lease begins anew. Two that do not reach it: it is dead. If the time is up before, it is dead too:
+the others may be silent for the same reason. In a smaller job two others cannot be asked apart
+from the one that may be cut off itself, so silence alone counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fastps.config import Config
 from fastps.control.protocol import (
     Event,
     OwnerLeft,
@@ -22,8 +32,14 @@ from fastps.control.protocol import (
 )
 from fastps.errors import FastPSError, MismatchError, Status, error_of
 
+BEATS = 6  # heartbeats in a short lease
+MAX_PULSE_S = 0.5  # between heartbeats of a long lease
+VOTES = 2  # equal answers that decide whether a silent member is dead
+MIN_MEMBERS = 4  # of a job in which others are asked
+MAX_ASKED = 5
+MAX_CONFIRM_S = 0.5
 MISSED_BEATS = 3  # after so many missed heartbeats the silence is mentioned in errors
-SUSPICION_S = 1.0  # for better evidence against a member that others cannot reach
+PATIENCE_S = 1.0  # the most that the scheduler waits for better evidence; see patience_s()
 VERDICT_WAIT_S = 2.0  # for a failed operation to learn which member is to blame
 
 LEFT = "left the job while others still had work"
@@ -44,6 +60,16 @@ NEEDED = {
     "server": "FASTPS_ON_LOSS=reweight continues without a lost worker, but not without a server, "
     f"since no other process holds its share of the tensors: {_AGAIN}",
 }
+
+
+def pulse_s(config: Config) -> float:
+    """Return the time between two heartbeats of a member, and of the scheduler."""
+    return config.heartbeat_s or min(config.lease_s / BEATS, MAX_PULSE_S)
+
+
+def patience_s(lease_s: float) -> float:
+    """Return how long the scheduler waits for better evidence: a third of a short lease."""
+    return min(PATIENCE_S, lease_s / 3)
 
 
 def join_names(names: list[str]) -> str:
@@ -69,8 +95,12 @@ class Suspicion:
 class Suspicions:
     """Members, by peer number, that others cannot reach, until evidence shows which is dead."""
 
-    def __init__(self, *, has_validators: bool = False) -> None:
-        """Start without suspicions; has_validators: workers are not believed about others."""
+    def __init__(self, wait_s: float = PATIENCE_S, *, has_validators: bool = False) -> None:
+        """Start without suspicions; wait_s: for better evidence.
+
+        has_validators: workers are not believed about others.
+        """
+        self._wait_s = wait_s
         self._has_validators = has_validators
         self._all: list[Suspicion] = []
 
@@ -83,7 +113,7 @@ class Suspicions:
         (peer, name), (other, name_of_other) = suspect, reporter
         text = f"{name_of_other} lost its data connection to it: {report}"
         own = f"it lost its data connection to {name}: {report}"
-        self._all.append(Suspicion(peer, other, now + SUSPICION_S, text, own))
+        self._all.append(Suspicion(peer, other, now + self._wait_s, text, own))
 
     def of(self, peer: int) -> str | None:
         """Return the first report against a member."""
@@ -116,9 +146,43 @@ class Suspicions:
         self._all.clear()
 
 
-def life_text(silent_s: float, *, heartbeat_s: float) -> str:
+def confirm_s(lease_s: float) -> float:
+    """Return how long others are asked about a silent member."""
+    return min(MAX_CONFIRM_S, lease_s / 5)
+
+
+class Inquest:
+    """Whether a silent member is dead, by the answers of others that were asked."""
+
+    def __init__(self, asked: Iterable[int], until: float) -> None:
+        """Begin with the peers that are asked; until: when their time is up."""
+        self.until = until
+        self._asked = set(asked)
+        self._said: dict[int, bool] = {}
+
+    def add(self, peer: int, *, is_reached: bool) -> None:
+        """Take the first answer of a peer, if it was asked."""
+        if peer in self._asked:
+            self._said.setdefault(peer, is_reached)
+
+    def denied_by(self) -> list[int]:
+        """List the peers that do not reach the member."""
+        return [peer for peer, is_reached in self._said.items() if not is_reached]
+
+    def is_alive(self, now: float) -> bool | None:
+        """Return the verdict, or None as long as it is open."""
+        votes = {True: 0, False: 0}
+        for is_reached in self._said.values():
+            votes[is_reached] += 1
+            if votes[is_reached] == VOTES:
+                return is_reached
+        is_over = now >= self.until or len(self._said) == len(self._asked)
+        return False if is_over else None
+
+
+def life_text(silent_s: float, *, beat_s: float) -> str:
     """Return the text about the heartbeats of a member that others cannot reach."""
-    if silent_s < MISSED_BEATS * heartbeat_s:
+    if silent_s < MISSED_BEATS * beat_s:
         return "it still sends heartbeats"
     return f"it has given no sign of life for {silent_s:.1f} s"
 
@@ -136,6 +200,43 @@ def silence_text(lease_s: float) -> str:
     return (
         f"it was silent for longer than its lease of {lease_s:g} s (stopped, swapped out or cut "
         "off); raise FASTPS_LEASE_S if such pauses are normal"
+    )
+
+
+def unreached_text(names: list[str]) -> str:
+    """Return which members do not reach a silent one either."""
+    return f"; {join_names(names)} cannot reach it either" if names else ""
+
+
+def machine_text(host: str, n: int) -> str:
+    """Return the text of a machine whose n members, two or more, are all silent."""
+    return (
+        f"machine {host} does not answer: all {n} members there are silent (it is stopped, cut "
+        "off or without power)"
+    )
+
+
+def unheard_text(seconds: float) -> str:
+    """Return why the scheduler counts as lost for a member that has not heard it for so long."""
+    return (
+        f"it has been silent for {seconds:.1f} s: its machine or process is stopped, cut off or "
+        "without power"
+    )
+
+
+def stopped_text(slept_s: float, name: str) -> str:
+    """Return why the scheduler itself is to blame; name: of a member that has given up."""
+    return (
+        f"its process was stopped for {slept_s:.1f} s, and {name} gave it up; raise "
+        "FASTPS_LEASE_S if such pauses are normal"
+    )
+
+
+def deaf_text(seconds: float) -> str:
+    """Return why a member is lost that has not heard a scheduler which was not stopped."""
+    return (
+        f"it has not heard the scheduler for {seconds:.1f} s, which runs: it was stopped, or the "
+        "path to it is cut"
     )
 
 

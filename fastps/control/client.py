@@ -4,7 +4,9 @@
 Moves messages between the member and the scheduler; decides nothing about the job. Threads: any
 number of callers; one daemon reader thread that hands answers to callers and events to
 `on_event`. A thread of _core (no GIL) renews the lease on a connection of its own: a busy
-interpreter must not look like a dead process. Every wait has a deadline.
+interpreter must not look like a dead process. It listens to the scheduler's beats too: after
+lease_s without one it ends the reading of the other connection, so that all waits end. Every wait
+has a deadline.
 
 The scheduler's deadline comes first, because its error can name the missing members; the client's
 deadline, a little later, matters only if the scheduler does not answer.
@@ -34,8 +36,10 @@ from msgspec.structs import replace
 
 from fastps._core import Pulse
 from fastps.config import Config
+from fastps.control.blame import pulse_s, unheard_text
 from fastps.control.dial import dial, dial_control, token_of
 from fastps.control.identity import host_id, machine_name
+from fastps.control.probe import PULSE_PAYLOAD, listen_for_probes, probe
 from fastps.control.protocol import (
     LENGTH,
     MAX_BLOB_BYTES,
@@ -46,6 +50,8 @@ from fastps.control.protocol import (
     Blob,
     BlobData,
     ClockTold,
+    Confirm,
+    Confirmed,
     Declare,
     Declared,
     DeclaredTensor,
@@ -70,6 +76,7 @@ from fastps.control.protocol import (
     Tell,
     TensorSpec,
     ToScheduler,
+    Unheard,
     ViewLost,
     Waiting,
     body_nbytes,
@@ -99,7 +106,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # how much longer the client waits than the scheduler
 NOTICE_S = 5.0  # to write a message that has no answer
-PULSE_PAYLOAD = b"\x01"
 LOOKS = 4  # at waiting operations, within the time of the stall watch
 MAX_LOOK_S = 2.5
 
@@ -193,6 +199,7 @@ class ControlClient:
         self._job: Job | None = None
         self.watch: Callable[[], None] = _nothing  # called periodically on the reader thread
         self.local_address = sockets.own_end(sock)
+        self._probes, self._cookie = listen_for_probes(self.local_address)
         self.keys: Keys  # once the job has started
         self._token = token
         sock.settimeout(None)
@@ -448,6 +455,7 @@ class ControlClient:
         self._decide()  # ends verdict()
         with self._send_lock:  # held for short times only: the socket is shut down
             self._sock.close()
+        self._probes.close()
         _clients.discard(self)
         self._on_event = _ignore  # so that our owner is in no reference cycle
         self.watch = _nothing
@@ -487,6 +495,10 @@ class ControlClient:
             goes_on=config.goes_on,
             num_validators=config.num_validators if is_worker else 0,
             elastic_min=config.elastic_min if is_worker else 0,
+            is_watched=config.launcher_pid == os.getppid(),
+            probe_host=self.local_address,
+            probe_port=self._probes.getsockname()[1],
+            cookie=self._cookie,
         )
 
     def _join(self, message: Join, deadline: float) -> None:
@@ -515,7 +527,11 @@ class ControlClient:
             deadline=deadline,
         ) as sock:  # the pulse has its own copy of the descriptor
             sock.settimeout(None)
-            self._pulse = Pulse(sock.fileno(), PULSE_PAYLOAD, self._config.heartbeat_s)
+            self._pulse = Pulse(
+                sock.fileno(), PULSE_PAYLOAD, pulse_s(self._config),
+                lease_s=self._config.lease_s, end_fd=self._sock.fileno(),
+                answer_fd=self._probes.fileno(), cookie=self._cookie,
+            )  # fmt: skip
 
     def _stop_pulse(self) -> None:
         """End the beats; the descriptor is closed with the last reference."""
@@ -615,7 +631,12 @@ class ControlClient:
             cause = str(error)
         except OSError as error:
             cause = f"the connection broke: {error.strerror or error}"
-        self._scheduler_lost(cause)
+        pulse = self._pulse
+        silent_s = 0.0 if pulse is None else pulse.silent_s
+        self._scheduler_lost(unheard_text(silent_s) if silent_s else cause)
+        if silent_s:  # it may live, and is told
+            with contextlib.suppress(FastPSError):
+                self.send(Unheard(silent_s))
 
     def _watch_until_readable(self) -> None:
         """Call `watch` periodically until there is something to read."""
@@ -647,6 +668,9 @@ class ControlClient:
             if future is not None:
                 future.set_result(message)
             return
+        if isinstance(message, Confirm):
+            self._confirm(message)
+            return
         if isinstance(message, PeerLost):
             if not message.goes_on or message.rank == self.job.me:
                 self._note_lost(message)
@@ -659,6 +683,16 @@ class ControlClient:
         self._deliver(message)
         with self._news:
             self._news.notify_all()
+
+    def _confirm(self, question: Confirm) -> None:
+        """Find out in a thread whether another member answers, and send that."""
+
+        def work() -> None:
+            reached_ms = probe(question)
+            with contextlib.suppress(FastPSError, OSError, ValueError):  # closed meanwhile
+                self.send(Confirmed(question.suspect, reached_ms))
+
+        threading.Thread(target=work, name="fastps:probe", daemon=True).start()
 
     def _deliver(self, event: Event) -> None:
         try:
@@ -685,7 +719,7 @@ class ControlClient:
             return
         goes_on = self._config.goes_on and not self._config.num_validators
         lost = self._first_lost or PeerLost(
-            "scheduler", 0, self._config.scheduler_host, 0, cause, goes_on=goes_on
+            "scheduler", 0, self.address, 0, cause, goes_on=goes_on
         )
         if not self._end(PeerLostError(str(lost))):
             return
@@ -719,6 +753,7 @@ class ControlClient:
     def _abandon(self) -> None:
         """Close this process's copies of the descriptors; the parent's connections stay open."""
         self._stop_pulse()
+        self._probes.close()
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
 

@@ -36,7 +36,24 @@ from msgspec.structs import replace
 
 from fastps.config import Config
 from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
-from fastps.control.blame import Suspicions, join_names, life_text, silence_text, start_text
+from fastps.control.blame import (
+    MAX_ASKED,
+    MIN_MEMBERS,
+    VOTES,
+    Inquest,
+    Suspicions,
+    confirm_s,
+    deaf_text,
+    join_names,
+    life_text,
+    machine_text,
+    patience_s,
+    pulse_s,
+    silence_text,
+    start_text,
+    stopped_text,
+    unreached_text,
+)
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
@@ -46,6 +63,8 @@ from fastps.control.protocol import (
     AwaitEnds,
     AwaitStart,
     ClockTold,
+    Confirm,
+    Confirmed,
     Declare,
     Done,
     Dropped,
@@ -70,6 +89,7 @@ from fastps.control.protocol import (
     Told,
     ToMember,
     ToScheduler,
+    Unheard,
     ViewLost,
     Waiting,
     Whereabouts,
@@ -137,15 +157,18 @@ class Membership:
         self.first_cause: PeerLost | None = None
         self._config = config
         self._peers: dict[int, Peer] = {}
-        self._suspicions = Suspicions(has_validators=config.num_validators > 0)
+        self._patience_s = patience_s(config.lease_s)
+        self._suspicions = Suspicions(self._patience_s, has_validators=config.num_validators > 0)
+        self._slept: tuple[float, float] = (-float("inf"), 0.0)  # until when, and how long
         self._departure = ""  # text about a member that stopped serving while others worked
+        self._ends: list[int] = []  # peers whose connections have ended, in that order
         self._notes: list[str] = []
         self._to_end: set[Place] = set()  # their launcher is about to end these
         self._why_to_end = ""
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
         self._watch = StartWatch(config.start_watch_s)
-        self._missing = MissingMembers(machines or {})
+        self._missing = MissingMembers(machines or {}, self._patience_s)
         self._goes_on = False
         self._view = config  # with the numbers of workers and servers that now make a job
         self._is_changing = False  # the survivors of a view are about to await the next..
@@ -165,8 +188,7 @@ class Membership:
         if isinstance(message, Join):
             self._join(peer, message, now)
         elif isinstance(message, Absent):
-            self._missing.add(message)
-            self._end_start_in_vain(now)
+            self._take_report(message, now)
         elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
         elif self._is_changing and isinstance(message, Declare | Meeting | Waiting):
@@ -181,6 +203,10 @@ class Membership:
             self._await_start(member, message, now)
         elif isinstance(message, ReportLost):
             self._report_lost(member, message, now)
+        elif isinstance(message, Unheard):
+            self._give_up(member, message, now)
+        elif isinstance(message, Confirmed):
+            self._take_answer(member, message, now)
         elif isinstance(message, KeysReady | KeysFailed):
             self._keys(member, message)
         elif isinstance(message, Tell):
@@ -195,7 +221,7 @@ class Membership:
 
     def closed(self, peer: int, cause: str, now: float) -> list[Action]:
         """Handle the end of a peer's control connection without a leave."""
-        self._drop(peer, cause, now)
+        self._end_of(peer, cause, now)
         return self._drain(now)
 
     def pulse(self, peer: int, now: float) -> bool:
@@ -204,19 +230,33 @@ class Membership:
         if member is None:
             return False
         member.lease_until = now + self._config.lease_s
+        member.inquest = None
         return True
+
+    def probes_of(self, peer: int) -> tuple[str, int, bytes] | None:
+        """Return where a member takes datagrams, and the scheduler's beat for it, if it does."""
+        join = self._peers[peer].join
+        half = len(join.cookie) // 2
+        return (join.probe_host, join.probe_port, join.cookie[half:]) if half else None
 
     def pulse_closed(self, peer: int, now: float) -> list[Action]:
         """Handle the end of a pulse connection, which confirms a suspicion."""
         text = self._suspicions.of(peer)
         if text is not None:
-            self._drop(peer, f"{PULSE_CLOSED}; {text}", now)
+            self._end_of(peer, f"{PULSE_CLOSED}; {text}", now)
         return self._drain(now)
 
-    def slept(self, now: float) -> list[Action]:
+    def delayed(self, seconds: float) -> None:
+        """Extend all leases by a time in which the scheduler itself got no processor."""
+        for member in self._peers.values():
+            member.lease_until += seconds
+
+    def slept(self, now: float, seconds: float) -> list[Action]:
         """Renew all leases, since the scheduler itself was stopped and cannot judge silence."""
+        self._slept = now, seconds
         for member in self._peers.values():
             member.lease_until = max(member.lease_until, now + self._config.lease_s)
+            member.inquest = None
         return self._drain(now)
 
     def stop(self, reason: str, now: float) -> list[Action]:
@@ -244,9 +284,10 @@ class Membership:
 
     def tick(self, now: float) -> list[Action]:
         """Handle everything that is due; to be called at next_deadline()."""
+        self._drop_ended(now)
         for member in list(self._peers.values()):
             if member.lease_until <= now:
-                self._drop(member.peer, silence_text(self._config.lease_s), now)
+                self._judge_silence(member, now)
         for suspicion in self._suspicions.due(now):
             text = f"{suspicion.text}; {self._life_text(suspicion.suspect, now)}"
             self._drop(suspicion.suspect, text, now)
@@ -270,7 +311,11 @@ class Membership:
 
     def next_deadline(self) -> float | None:
         """Return the time of the next tick, None when nothing can become due."""
-        times = [member.lease_until for member in self._peers.values()]
+        times = [
+            member.lease_until if member.inquest is None else member.inquest.until
+            for member in self._peers.values()
+        ]
+        times += [member.ended_until for member in self._ended()[:1]]
         times += self._suspicions.deadlines()
         times += [
             member.start_deadline
@@ -550,10 +595,54 @@ class Membership:
             and any(item.is_working for item in self._programs())
         )
 
-    def _drop(self, peer: int, cause: str, now: float) -> None:
-        """Remove a member that did not leave in order."""
+    def _end_of(self, peer: int, cause: str, now: float) -> None:
+        """Drop a member whose connection has ended, once its launcher has said how."""
         member = self._peers.get(peer)
-        if member is None:
+        if member is None or member.ended:
+            return
+        waits = member.join.is_watched and self.phase is Phase.RUNNING
+        member.ended, member.ended_until = cause, now + self._patience_s * waits
+        self._ends.append(peer)
+        self._drop_ended(now)
+
+    def _take_report(self, message: Absent, now: float) -> None:
+        """Take a launcher's report: before the start, others may wait in vain for this process."""
+        if self.phase is Phase.LOBBY and not self._is_changing:
+            self._missing.add(
+                replace(message, cause=f"{message.cause} before the job had started")
+            )
+            self._end_start_in_vain(now)
+            return
+        for member in self._of_role(message.role):
+            if (member.place, member.join.pid) == (message.rank, message.pid):
+                if member.peer not in self._ends:
+                    self._ends.append(member.peer)
+                member.ended = f"{message.cause} before it had left the job"
+                member.ended_until = now
+        self._drop_ended(now)
+
+    def _ended(self) -> list[Peer]:
+        """List the members that have ended, in that order."""
+        self._ends = [peer for peer in self._ends if peer in self._peers]
+        return [self._peers[peer] for peer in self._ends]
+
+    def _drop_ended(self, now: float) -> None:
+        """Drop members whose connections have ended: a later end never comes before a first."""
+        for member in self._ended():
+            if member.ended_until > now:
+                return
+            self._lose(member, member.ended, now)
+
+    def _drop(self, peer: int, cause: str, now: float) -> None:
+        """Lose a member that has not left in order, after those whose connections have ended."""
+        for item in self._ended():
+            self._lose(item, item.ended, now)
+        if (member := self._peers.get(peer)) is not None:
+            self._lose(member, cause, now)
+
+    def _lose(self, member: Peer, cause: str, now: float) -> None:
+        """Remove a member that did not leave in order."""
+        if member.peer not in self._peers:
             return
         is_first = not (self.first_cause or self.phase is Phase.OVER or cause == GAVE_UP)
         if (member.join.role, member.place) in self._to_end:
@@ -563,7 +652,7 @@ class Membership:
         if self._can_change_view(member):
             self._change_view(member, cause, now)
         elif member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
-            self._lose(member, cause)
+            self._announce_loss(member, cause)
         elif self._is_changing:
             self._fail_job(self._lost(member, cause))
         elif member.has_started and self.phase is Phase.RUNNING:
@@ -640,7 +729,7 @@ class Membership:
         """Return whether the job continues without a member; validators and servers are needed."""
         return self._goes_on and member.join.role == "worker"
 
-    def _lose(self, member: Peer, cause: str) -> None:
+    def _announce_loss(self, member: Peer, cause: str) -> None:
         """Continue without a worker: announce the loss to all members, the lost one included."""
         assert member.number is not None
         if member.is_working:
@@ -716,6 +805,71 @@ class Membership:
                     (item.peer, item.name), (member.peer, member.name), report.cause, now
                 )
 
+    def _give_up(self, member: Peer, message: Unheard, now: float) -> None:
+        """Lose a member that has given up the scheduler, or the scheduler if that was stopped."""
+        until, slept_s = self._slept
+        was_stopped = until > now - self._config.lease_s and slept_s > self._config.lease_s / 2
+        if was_stopped and self.phase is Phase.RUNNING and not self._goes_on:
+            text = stopped_text(slept_s, member.full_name)
+            self._fail_job(PeerLost("scheduler", 0, self._config.scheduler_host, 0, text))
+        self._drop(member.peer, deaf_text(message.seconds), now)
+
+    def _judge_silence(self, member: Peer, now: float) -> None:
+        """Ask others about a member that was silent for its lease, or take their answers."""
+        if member.inquest is None:
+            member.inquest = self._begin_inquest(member, now)
+        is_alive = None if member.inquest is None else member.inquest.is_alive(now)
+        if member.inquest is None or is_alive is False:
+            self._drop(member.peer, self._silence_text(member, now), now)
+        elif is_alive:
+            log.log(
+                logging.INFO if member.is_cut else logging.WARNING,
+                "the path of %s to the scheduler is cut: others reach it, but its heartbeats do "
+                "not arrive", member.full_name,
+            )  # fmt: skip
+            member.inquest, member.is_cut = None, True
+            member.lease_until = now + self._config.lease_s
+
+    def _begin_inquest(self, member: Peer, now: float) -> Inquest | None:
+        """Ask others whether they reach a silent member; None: nobody can be asked."""
+        heard = [
+            item for item in self._peers.values()
+            if item is not member and self._silent_s(item, now) < self._config.lease_s / 2
+        ]  # fmt: skip
+        if (
+            self.phase is not Phase.RUNNING
+            or len(self._peers) < MIN_MEMBERS
+            or len(heard) < VOTES
+            or not member.join.cookie
+        ):
+            return None
+        heard.sort(key=lambda item: item.join.hostname == member.join.hostname)
+        join, seconds = member.join, confirm_s(self._config.lease_s)
+        question = Confirm(member.peer, join.probe_host, join.probe_port, join.cookie, seconds)
+        for item in heard[:MAX_ASKED]:
+            self._send(item.peer, question)
+        return Inquest([item.peer for item in heard[:MAX_ASKED]], now + seconds)
+
+    def _take_answer(self, member: Peer, message: Confirmed, now: float) -> None:
+        suspect = self._peers.get(message.suspect)
+        if suspect is not None and suspect.inquest is not None:
+            suspect.inquest.add(member.peer, is_reached=message.reached_ms is not None)
+            self._judge_silence(suspect, now)
+
+    def _silence_text(self, member: Peer, now: float) -> str:
+        """Return how a member was silent, alone or with its machine, and who confirms that."""
+        host = member.join.hostname
+        there = [item for item in self._peers.values() if item.join.hostname == host]
+        text = silence_text(self._config.lease_s)
+        is_silent = [self._silent_s(item, now) > self._config.lease_s / 2 for item in there]
+        if len(there) > 1 and all(is_silent) and len(there) < len(self._peers):
+            text = f"{machine_text(host, len(there))}; {text}"
+        denied = member.inquest.denied_by() if member.inquest else []
+        return text + unreached_text([self._peers[p].name for p in denied if p in self._peers])
+
+    def _silent_s(self, member: Peer, now: float) -> float:
+        return now - member.lease_until + self._config.lease_s
+
     def _relay(self, member: Peer, message: Tell) -> None:
         """Send a worker's data to the workers it names."""
         if member.number is None or self.phase is not Phase.RUNNING:
@@ -730,8 +884,8 @@ class Membership:
     def _life_text(self, peer: int, now: float) -> str:
         """Return the text about a suspect's heartbeats."""
         member = self._peers.get(peer)
-        silent_s = now - member.lease_until + self._config.lease_s if member else 0.0
-        return life_text(silent_s, heartbeat_s=self._config.heartbeat_s)
+        silent_s = self._silent_s(member, now) if member else 0.0
+        return life_text(silent_s, beat_s=pulse_s(self._config))
 
     # ---- the end ----
 

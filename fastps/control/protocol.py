@@ -44,6 +44,7 @@ MAX_FRAME_BYTES = MAX_BLOB_BYTES + (64 << 10)  # a blob and the fields around it
 MAX_NAME_CHARS = 1024  # tensors, barriers, blobs
 MAX_TEXT_CHARS = 16384  # causes and reasons
 MAX_DIMENSIONS = 64
+COOKIE_BYTES = 32  # half of them ask, half of them answer
 MAX_MEMBERS = 1 << 16
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -63,6 +64,7 @@ Shape: TypeAlias = Annotated[tuple[Nbytes, ...], Meta(max_length=MAX_DIMENSIONS)
 _Part = Meta(ge=MIN_CHUNK_BYTES, le=MAX_PARTITION_BYTES, multiple_of=ALIGNMENT)
 PartBytes: TypeAlias = Annotated[int, _Part]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
+Cookie: TypeAlias = Annotated[bytes, Meta(max_length=COOKIE_BYTES)]
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
 Parts: TypeAlias = tuple[tuple[Text, Code, Shape], ...]
 
@@ -235,7 +237,9 @@ class Join(_Message, frozen=True):
     that can share memory; a suffix after # distinguishes workers of one machine that cannot.
     serves: whether it may own keys. gid: see Member. links_per_peer: 0 if not given. goes_on:
     whether it continues without lost workers. size: number of workers alone. elastic_min: with
-    how many workers the job continues in a new view.
+    how many workers the job continues in a new view. is_watched: its parent is a launcher, which
+    reports how it ends. probe_host, probe_port, cookie: where it takes datagrams, and the secret
+    of them as in _core.Pulse; 0 and empty if it takes none.
     """
 
     request: Id
@@ -258,12 +262,17 @@ class Join(_Message, frozen=True):
     goes_on: bool = False
     num_validators: Count = 0
     elastic_min: Count = 0
+    is_watched: bool = False
+    probe_host: Text = ""
+    probe_port: Port = 0
+    cookie: Cookie = b""
 
 
 class Absent(_Message, frozen=True):
     """Report, instead of a Join, that a process of this machine has ended; without answer.
 
-    From launchers. Counts as long as the job has not started and there is no such member.
+    From launchers. Before the start it counts where there is no such member, later where there is
+    one with this pid.
     """
 
     role: Role
@@ -406,6 +415,19 @@ class ReportLost(_Message, frozen=True):
     generation: Id = 0
 
 
+class Unheard(_Message, frozen=True):
+    """Report that this member has not heard the scheduler for its lease, and has given up."""
+
+    seconds: Seconds
+
+
+class Confirmed(_Message, frozen=True):
+    """Answer a Confirm: how many milliseconds the other member took; None if it did not answer."""
+
+    suspect: Id
+    reached_ms: Id | None
+
+
 class Tell(_Message, frozen=True):
     """Send data to some workers; each gets a Told.
 
@@ -474,6 +496,8 @@ ToScheduler: TypeAlias = (
     | KeysReady
     | KeysFailed
     | ReportLost
+    | Unheard
+    | Confirmed
     | Tell
     | Whereabouts
 )
@@ -614,6 +638,19 @@ class Locate(_Message, frozen=True):
     place: Text
 
 
+class Confirm(_Message, frozen=True):
+    """Ask whether a member answers that the scheduler does not hear; answered by Confirmed.
+
+    suspect: a number for the answer. cookie: of its Join. seconds: for the answer to be useful.
+    """
+
+    suspect: Id
+    host: Text
+    port: Port
+    cookie: Cookie
+    seconds: Seconds
+
+
 class DeclareKeys(_Message, frozen=True):
     """Servers only: prepare these keys, then send KeysReady or KeysFailed.
 
@@ -677,6 +714,7 @@ Event: TypeAlias = (
     | TensorPoisoned
     | Told
     | Locate
+    | Confirm
     | DeclareKeys
     | ForgetKeys
     | NewGeneration

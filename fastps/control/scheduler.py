@@ -5,7 +5,8 @@ Decides nothing about the job: it turns bytes into messages, passes them with th
 Membership and carries out its actions. Connections without a valid token end in the handshake.
 
 A control connection belongs to one member; its number is the peer number. A pulse connection
-names that number as its sender; each byte on it renews the lease.
+names that number as its sender; each byte on it renews the lease. A thread without the GIL beats
+on these connections too, so that members notice a scheduler that is stopped or cut off.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from types import MappingProxyType
 
 from msgspec.structs import replace
 
+from fastps._core import Beats
 from fastps.config import Config
+from fastps.control.blame import pulse_s
 from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
+from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (
     LENGTH,
     MAX_FRAME_BYTES,
@@ -57,7 +61,8 @@ READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
 PULSE_READ_BYTES = 4096
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOOK_S = 0.02  # between looks whether a launcher's processes are out of the job
-OVERSLEPT_S = 1.0  # a tick this late means that this process was stopped, not the others
+OVERSLEPT = 1 / 3  # of a lease: a tick this late means that this process was stopped itself
+LOOKS_IN_LEASE = 6  # of this process at its own clock
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,8 @@ class Scheduler:
         self._has_launcher_ended = False  # any process, or is about to
         self._controls: dict[int, asyncio.StreamWriter] = {}
         self._pulses: dict[int, asyncio.StreamWriter] = {}
+        self._beats: Beats  # to members, while run() lasts
+        self._beaten: dict[int, list[int]] = {}  # numbers of sockets in _beats, by peer
         self._launchers: set[asyncio.StreamWriter] = set()  # that are sent the first cause
         self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
@@ -150,6 +157,7 @@ class Scheduler:
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
 
         listeners = self._listeners or self._listen()
+        self._beats = Beats(pulse_s(self._config))
         self._gate = HandshakeGate(
             [*listeners, *sockets.stand_in_for(listeners)],
             key=self._claim,
@@ -168,6 +176,7 @@ class Scheduler:
         finally:
             await self._gate.close()
             await self._close_connections()
+            self._beats.stop()
         was_told = self._has_launcher_ended or self.first_cause is not None
         is_news = finish.code and not was_told
         level = logging.ERROR if is_news else logging.INFO
@@ -342,12 +351,14 @@ class Scheduler:
             return
         self._pulses[peer] = writer
         try:
+            self._begin_beats(peer, writer.get_extra_info("socket").fileno())
             while await reader.read(PULSE_READ_BYTES):
                 self.membership.pulse(peer, self._loop.time())
         except OSError as error:
             log.debug("pulse of peer %d broke: %s", peer, error)
         finally:
             del self._pulses[peer]
+            self._stop_beats(peer)
             self._do(self.membership.pulse_closed(peer, self._loop.time()))
 
     # ---- actions ----
@@ -395,6 +406,7 @@ class Scheduler:
 
     def _close(self, peer: int) -> None:
         """Close a peer's connections; a peer that does not read is cut off later."""
+        self._stop_beats(peer)
         for writers in (self._controls, self._pulses):
             writer = writers.get(peer)
             if writer is not None and not writer.is_closing():
@@ -402,24 +414,43 @@ class Scheduler:
                 transport = writer.transport
                 self._loop.call_later(self._config.shutdown_timeout_s, transport.abort)
 
+    def _begin_beats(self, peer: int, fd: int) -> None:
+        """Beat to a member on its pulse connection, and in datagrams, which no cut way back stops.
+
+        Datagrams need a numeric address; without them TCP has to do.
+        """
+        self._beaten[peer] = [self._beats.add(fd, PULSE_PAYLOAD)]
+        beats = self.membership.probes_of(peer)
+        if beats is not None:
+            with contextlib.suppress(OSError), sender_to(*beats[:2]) as sock:
+                self._beaten[peer].append(self._beats.add(sock.fileno(), beats[2]))
+
+    def _stop_beats(self, peer: int) -> None:
+        for number in self._beaten.pop(peer, ()):
+            self._beats.remove(number)
+
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         due = self.membership.next_deadline()
         if due is not None:
+            due = min(due, self._loop.time() + self._config.lease_s / LOOKS_IN_LEASE)
             self._timer = self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:
-        """Judge silences only after the pulses that have arrived already were read."""
-        late_s = self._loop.time() - due
-        if late_s > OVERSLEPT_S:
-            log.warning("the scheduler itself was stopped for %.1f s", late_s)
-            self._do(self.membership.slept(self._loop.time()))
-        self._loop.call_soon(self._tick_membership)  # runs behind the readers woken now
+        """Judge silences of now only after the pulses that have arrived by now were read."""
+        now = self._loop.time()
+        if now - due > OVERSLEPT * self._config.lease_s:
+            log.warning("the scheduler itself was stopped for %.1f s", now - due)
+            self._do(self.membership.slept(now, now - due))
+        else:
+            self.membership.delayed(now - due)
+        # The loop first looks at its sockets, then wakes their readers, then runs these.
+        self._loop.call_soon(self._loop.call_soon, self._loop.call_soon, self._tick_at, now)
 
-    def _tick_membership(self) -> None:
-        self._do(self.membership.tick(self._loop.time()))
+    def _tick_at(self, now: float) -> None:
+        self._do(self.membership.tick(now))
 
     def _stop(self, reason: str) -> None:
         if self.membership.phase is Phase.OVER and not self._finished.done():
@@ -431,6 +462,8 @@ class Scheduler:
         """Flush the connections, then close them."""
         if self._timer is not None:
             self._timer.cancel()
+        for peer in list(self._beaten):
+            self._stop_beats(peer)
         for writer in [*self._controls.values(), *self._pulses.values(), *self._launchers]:
             writer.close()
         tasks = list(self._connections)

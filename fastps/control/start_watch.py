@@ -4,7 +4,7 @@
 Pure; the Membership queries it and writes the log. A launcher reports a process that ended before
 it joined, which no connection shows; if that process has a rank, no other can replace it. For a
 process that joined and died, the launcher's report tells more than the end of its connection, so
-the latter counts WORD_S later.
+the latter counts a moment later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from fastps.control.protocol import Absent
 Place: TypeAlias = tuple[str, int]  # role and rank
 
 NEVER = float("inf")
-WORD_S = 1.0  # for a launcher to report how a process ended whose connection has ended
 
 
 class StartWatch:
@@ -50,8 +49,12 @@ class StartWatch:
 class MissingMembers:
     """Members that ended before the start, and the machines of those that have not joined."""
 
-    def __init__(self, machines: Mapping[Place, str]) -> None:
-        """Start without reports; machines: of members, as far as launchers know."""
+    def __init__(self, machines: Mapping[Place, str], word_s: float) -> None:
+        """Start without reports; machines: of members, as far as launchers know.
+
+        word_s: for a launcher to report how a process ended whose connection has ended.
+        """
+        self._word_s = word_s
         self._machines = machines
         self._ended: dict[Place, Absent] = {}
         self._closed: dict[Place, tuple[float, Absent]] = {}  # and when that counts
@@ -62,7 +65,7 @@ class MissingMembers:
 
     def note_closed(self, message: Absent, now: float) -> None:
         """Record that the connection ended of a member for which others wait."""
-        self._closed.setdefault((message.role, message.rank), (now + WORD_S, message))
+        self._closed.setdefault((message.role, message.rank), (now + self._word_s, message))
 
     def first(self, present: set[Place], now: float, *, is_first_start: bool) -> Absent | None:
         """Return the first process that has ended and is not a member, if any.

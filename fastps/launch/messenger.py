@@ -2,8 +2,8 @@
 """The launcher's messages to and from the job's scheduler, on this machine or another one.
 
 `Messenger` reports ended processes to the scheduler, which knows nothing of those that never
-joined. On the scheduler's machine that is an order; from other machines it is a connection. Only
-ends within the start timeout are reported: later the scheduler knows every member.
+joined, and of others only that their connection ended. On the scheduler's machine that is an
+order; from other machines it is a connection.
 
 `CauseListener` learns from a scheduler on another machine which member was lost first. A lost
 worker of this machine may be stopped, or may have ended with success in the middle of the job;
@@ -61,9 +61,6 @@ class Messenger:
             for spec in plan
             if options.layout.needs_scheduler
         }
-        first = next(iter(self._environs.values()), None)
-        timeout_s = 0.0 if first is None else load(environ=first).start_timeout_s
-        self._until = time.monotonic() + timeout_s
         self._threads: list[threading.Thread] = []
         self._cause_listener: CauseListener | None = None
 
@@ -77,12 +74,10 @@ class Messenger:
     def report_end(self, child: Child) -> None:
         """Report that a process has ended by itself, with success or not."""
         environ = self._environs.get((child.role, child.rank))
-        if environ is None or time.monotonic() > self._until:
+        if environ is None:
             return
-        cause = f"it {child.describe_end()} before the job had started"
-        message = Absent(
-            child.role, child.rank, text_of(socket.gethostname()), child.pid, text_of(cause)
-        )
+        host, cause = text_of(socket.gethostname()), text_of(f"it {child.describe_end()}")
+        message = Absent(child.role, child.rank, host, child.pid, cause)
         if self.scheduler is not None:
             self.scheduler.report_absent(message)
             return

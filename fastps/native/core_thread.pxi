@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Part of _core.pyx: named, pinned threads joined with a deadline, and the pulse. Threads made
-# here never enter Python.
+# Part of _core.pyx: named, pinned threads joined with a deadline. Threads made here never enter
+# Python.
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_t:
@@ -155,77 +155,3 @@ cdef void forget_threads() noexcept nogil:
     pthread_mutex_init(&placement_mutex, NULL)
     fps_store32(&alive_threads, 0)
     fps_add32(&fork_generation, 1)
-
-
-# ---- pulse: proof of life that no busy GIL can delay ----
-cdef extern from "<fcntl.h>" nogil:
-    enum:
-        F_DUPFD_CLOEXEC
-    int fcntl(int, int, ...)
-
-cdef struct PulseState:     # owned by the Pulse object; freed after its thread was joined
-    int fd                  # our duplicate: the caller may close his, and the number be reused
-    int32_t error           # errno that ended the pulse, or 0
-    int64_t interval_ns
-    uint64_t nbytes
-    uint64_t cursor         # bytes of the current payload already written
-    Completion stop         # done: end
-    char payload[1]         # nbytes of them
-
-
-cdef PulseState* pulse_create(
-    int fd, const char* payload, uint64_t nbytes, int64_t interval_ns
-) noexcept nogil:
-    cdef PulseState* state = <PulseState*>calloc(1, sizeof(PulseState) + nbytes)
-    if state == NULL:
-        return NULL
-    state.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)
-    if state.fd < 0:
-        free(state)
-        return NULL
-    state.interval_ns = interval_ns
-    state.nbytes = nbytes
-    memcpy(state.payload, payload, nbytes)
-    completion_reset(&state.stop, 1)
-    return state
-
-
-cdef void pulse_close(PulseState* state) noexcept nogil:
-    # After the join. Idempotent; the peer sees the end when the caller's descriptor is closed too.
-    if state.fd >= 0:
-        close(state.fd)
-    state.fd = -1
-
-
-cdef void pulse_free(PulseState* state) noexcept nogil:
-    pulse_close(state)
-    free(state)
-
-
-cdef void pulse_main(void* arg) noexcept nogil:
-    cdef PulseState* state = <PulseState*>arg
-    cdef int64_t next_ns = now_ns()
-    while pulse_beat(state):
-        # A beat missed while the process was stopped is not made up for.
-        next_ns = max(next_ns + state.interval_ns, now_ns())
-        if completion_wait(&state.stop, next_ns, 0) == OK:
-            return
-
-
-cdef bint pulse_beat(PulseState* state) noexcept nogil:
-    # A full socket is no error: the peer may be stopped; the rest of the payload goes next time.
-    cdef ssize_t sent = send(
-        state.fd,
-        state.payload + state.cursor,
-        state.nbytes - state.cursor,
-        MSG_NOSIGNAL | MSG_DONTWAIT,
-    )
-    if sent < 0:
-        if errno == EAGAIN or errno == EINTR:
-            return True
-        fps_store32(&state.error, errno)
-        return False
-    state.cursor += sent
-    if state.cursor == state.nbytes:
-        state.cursor = 0
-    return True

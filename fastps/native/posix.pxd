@@ -62,5 +62,7 @@ cdef extern from "<sys/socket.h>" nogil:
     int SO_DOMAIN
     int MSG_NOSIGNAL
     int MSG_DONTWAIT
+    int MSG_TRUNC
+    int SHUT_RD
     int SHUT_WR
     int SHUT_RDWR

@@ -27,6 +27,7 @@ from control_cluster import (
     seconds_since,
     started_job,
 )
+from harness import slowed
 
 from aids.faces import threads_alive
 from fastps.control.client import GRACE_S, NOTICE_S, ControlClient
@@ -357,7 +358,7 @@ class TestDeath:
                 member.client.close()
 
     def test_stopped_scheduler_blames_nobody(self) -> None:
-        settings = make_settings(size=1, num_servers=0, lease_s=0.8, heartbeat_s=0.1)
+        settings = make_settings(size=1, num_servers=0, lease_s=2 * GRACE_S)
         with scheduler_process(settings) as (config, process):
             member = Member(config)
             process.popen.send_signal(signal.SIGSTOP)
@@ -366,6 +367,23 @@ class TestDeath:
             process.popen.send_signal(signal.SIGCONT)
             member.client.barrier("c", timeout_s=WAIT_S)
             member.client.leave(timeout_s=WAIT_S)
+
+    def test_a_scheduler_that_is_stopped_for_the_lease_is_lost(self) -> None:
+        settings = make_settings(size=2, num_servers=0, lease_s=0.9)
+        with scheduler_process(settings) as (config, process), ThreadPoolExecutor(2) as pool:
+            members = list(pool.map(Member, [config, config]))
+            process.popen.send_signal(signal.SIGSTOP)
+            stopped = time.monotonic()
+            with pytest.raises(PeerLostError, match=r"silent for .* without power"):
+                members[0].client.barrier("b", timeout_s=WAIT_S)
+            assert 0.5 < seconds_since(stopped) < slowed(1.1)
+            lost = members[1].told.wait_for(PeerLost)
+            assert isinstance(lost, PeerLost)
+            assert lost.role == "scheduler"
+            assert str(config.scheduler_port) in lost.host
+            process.popen.send_signal(signal.SIGCONT)
+            for member in members:
+                member.client.close()
 
     def test_leaving_waits_for_no_scheduler_that_is_silent(self) -> None:
         settings = make_settings(size=1, num_servers=0)

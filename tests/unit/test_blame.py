@@ -7,15 +7,23 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fastps.config import load
 from fastps.control.blame import (
     ENDINGS,
+    PATIENCE_S,
     VERDICT_WAIT_S,
+    VOTES,
     Failure,
+    Inquest,
     Suspicions,
     Witness,
     cause_of_link,
+    confirm_s,
+    patience_s,
+    pulse_s,
 )
 from fastps.control.protocol import Event, OwnerLeft, PeerLeft, ReportLost, TensorPoisoned
 from fastps.errors import (
@@ -263,3 +271,40 @@ def test_suspicions_say_what_both_sides_said():
     assert [item.suspect for item in suspicions.due(11.0)] == [7]
     suspicions.drop(7)
     assert suspicions.deadlines() == []
+
+
+def test_heartbeats_follow_the_lease() -> None:
+    assert pulse_s(load({"lease_s": 0.9}, {})) == pytest.approx(0.15)
+    assert pulse_s(load({"lease_s": 60}, {})) == 0.5
+    assert pulse_s(load({"lease_s": 60, "heartbeat_s": 20}, {})) == 20
+
+
+def test_patience_is_short_where_the_lease_is() -> None:
+    assert patience_s(0.9) == pytest.approx(0.3)
+    assert patience_s(10) == PATIENCE_S
+
+
+@given(
+    asked=st.sets(st.integers(0, 9), min_size=VOTES, max_size=5),
+    said=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=20),
+    is_late=st.booleans(),
+)
+def test_two_equal_answers_decide_whether_a_silent_member_lives(asked, said, is_late) -> None:
+    inquest = Inquest(asked, until=5.0)
+    heard: dict[int, bool] = {}
+    decided: bool | None = None
+    for peer, is_reached in said:
+        inquest.add(peer, is_reached=is_reached)
+        if peer in asked and peer not in heard:
+            heard[peer] = is_reached
+            if decided is None and list(heard.values()).count(is_reached) == 2:
+                decided = is_reached
+    if decided is None and (is_late or len(heard) == len(asked)):
+        decided = False
+    assert inquest.is_alive(5.0 if is_late else 4.9) == decided
+    assert inquest.denied_by() == [peer for peer, is_reached in heard.items() if not is_reached]
+
+
+def test_a_silent_member_is_asked_for_within_the_time_that_is_promised() -> None:
+    assert 0.9 + confirm_s(0.9) < 1.2
+    assert confirm_s(10.0) == 0.5

@@ -58,7 +58,7 @@ def test_defaults_without_environment():
     loaded = load(environ={})
     assert (loaded.role, loaded.size, loaded.rank) == ("worker", 1, None)
     assert (loaded.partition_bytes, loaded.chunk_bytes) == (4096000, 0)
-    assert (loaded.op_timeout_s, loaded.heartbeat_s) == (300.0, 0.5)
+    assert (loaded.op_timeout_s, loaded.lease_s) == (300.0, 10.0)
 
 
 def test_order_of_sources():
@@ -243,6 +243,11 @@ def test_rank_must_be_below_size():
 def test_lease_must_outlive_heartbeats():
     with pytest.raises(ConfigError, match="FASTPS_LEASE_S=1 must be at least twice"):
         load({"lease_s": 1, "heartbeat_s": 0.8}, {})
+
+
+def test_heartbeats_are_not_too_frequent():
+    with pytest.raises(ConfigError, match=r"FASTPS_HEARTBEAT_S=0\.01 must be 0 or at least 0.05"):
+        load({"heartbeat_s": 0.01}, {})
 
 
 # ---- secrets

@@ -6,13 +6,15 @@ from __future__ import annotations
 import pytest
 from control_driver import Driver
 
-from fastps.control.blame import SUSPICION_S
+from fastps.control.blame import PATIENCE_S
 from fastps.control.membership import Finish, Phase
 from fastps.control.protocol import (
     Absent,
     AskClock,
     Barrier,
     ClockTold,
+    Confirm,
+    Confirmed,
     Done,
     Failed,
     Job,
@@ -25,6 +27,7 @@ from fastps.control.protocol import (
     Started,
     Tell,
     Told,
+    Unheard,
 )
 from fastps.launch.scheduler import ENDED_BY
 
@@ -384,7 +387,7 @@ class TestLosing:
         driver = Driver(lease_s=10)
         workers, _ = driver.start()
         driver.now += 100
-        driver.do(driver.machine.slept(driver.now))
+        driver.do(driver.machine.slept(driver.now, 20.0))
         driver.do(driver.machine.tick(driver.now))
         assert not driver.events(workers[0], PeerLost)
         driver.advance(10)
@@ -419,6 +422,162 @@ class TestLosing:
         assert driver.finish is None
         driver.advance(2)
         assert driver.finish is not None
+
+
+class TestSilence:
+    """A silent member is dead if others do not reach it either."""
+
+    def started(self, n: int = 4, **hosts: str) -> tuple[Driver, list[int]]:
+        driver = Driver(size=n, num_servers=0, lease_s=10)
+        probes = {"cookie": b"c" * 32, "probe_host": "10.0.0.1", "probe_port": 9}
+        workers = [
+            driver.enter(rank=rank, hostname=hosts.get(f"w{rank}", "a"), **probes)
+            for rank in range(n)
+        ]
+        return driver, workers
+
+    def silence(self, driver: Driver, *silent: int) -> None:
+        """Let only the others beat until the lease has ended."""
+        driver.keep_alive()
+        driver.advance(9)
+        for peer, _, _ in driver.machine.members():
+            if peer not in silent:
+                driver.machine.pulse(peer, driver.now)
+        driver.advance(1)
+
+    def test_two_that_reach_it_keep_it_alive(self) -> None:
+        driver, workers = self.started()
+        self.silence(driver, workers[3])
+        for peer in workers[:3]:
+            (asked,) = driver.events(peer, Confirm)
+            assert asked == Confirm(workers[3], "10.0.0.1", 9, b"c" * 32, 0.5)
+        driver.say(workers[0], Confirmed(workers[3], 1))
+        driver.say(workers[1], Confirmed(workers[3], 0))
+        driver.say(workers[2], Confirmed(workers[3], None))
+        driver.advance(7)
+        assert driver.machine.first_cause is None
+        for peer in workers[:3]:
+            driver.machine.pulse(peer, driver.now)
+        driver.advance(3)  # it is still silent: they are asked again
+        assert len(driver.events(workers[0], Confirm)) == 2
+        driver.machine.pulse(workers[3], driver.now)
+        driver.advance(0.6)
+        assert driver.machine.first_cause is None
+
+    @pytest.mark.parametrize("answers", [2, 1, 0])
+    def test_two_that_do_not_reach_it_or_the_time_make_it_dead(self, answers: int) -> None:
+        driver, workers = self.started()
+        self.silence(driver, workers[3])
+        driver.say(workers[1], Confirmed(workers[3], 5))
+        for peer in (workers[0], workers[2])[:answers]:
+            driver.say(peer, Confirmed(workers[3], None))
+        if answers < 2:
+            assert driver.machine.first_cause is None
+            driver.advance(0.5)
+        lost = lost_of(driver, workers[0])
+        assert lost.rank == 3
+        assert "silent for longer than its lease of 10 s" in lost.cause
+        assert ("worker 0, worker 2 cannot reach it either" in lost.cause) == (answers == 2)
+
+    def test_a_small_job_asks_nobody(self) -> None:
+        driver, workers = self.started(3)
+        self.silence(driver, workers[2])
+        assert lost_of(driver, workers[0]).rank == 2
+
+    def test_a_heartbeat_ends_the_questions(self) -> None:
+        driver, workers = self.started()
+        self.silence(driver, workers[3])
+        driver.machine.pulse(workers[3], driver.now)
+        for peer in workers[:2]:
+            driver.say(peer, Confirmed(workers[3], None))
+        driver.advance(1)
+        assert driver.machine.first_cause is None
+
+    def test_a_machine_whose_members_are_all_silent_is_named(self) -> None:
+        driver, workers = self.started(5, w3="b", w4="b")
+        self.silence(driver, *workers[3:])
+        driver.advance(0.6)
+        lost = lost_of(driver, workers[0])
+        assert lost.rank == 3
+        assert "machine b does not answer: all 2 members there are silent" in lost.cause
+
+
+class TestUnheard:
+    @pytest.mark.parametrize(("slept_s", "role"), [(9.0, "scheduler"), (1.0, "worker")])
+    def test_a_member_gives_up_the_scheduler(self, slept_s: float, role: str) -> None:
+        driver = Driver(lease_s=10)
+        workers, _ = driver.start()
+        driver.do(driver.machine.slept(driver.now, slept_s))
+        driver.say(workers[1], Unheard(10.1))
+        driver.say(workers[0], Unheard(10.1))
+        lost = driver.machine.first_cause
+        assert lost is not None
+        assert (lost.role, lost.rank) == (role, 1 if role == "worker" else 0)
+        words = "its process was stopped for 9.0 s, and worker 1"
+        if role == "worker":
+            words = "not heard the scheduler for 10.1 s"
+        assert words in lost.cause
+
+
+class TestLaunchers:
+    """Launchers report how their processes end."""
+
+    def started(self) -> tuple[Driver, list[int]]:
+        driver = Driver(size=3, num_servers=0)
+        return driver, [driver.enter(rank=rank, is_watched=True, pid=rank) for rank in range(3)]
+
+    def test_the_report_is_the_cause_although_the_connection_ended_before(self) -> None:
+        driver, workers = self.started()
+        driver.die(workers[1])
+        assert driver.machine.first_cause is None
+        driver.say(0, Absent("worker", 1, "node", 1, "it was killed by SIGKILL"))
+        lost = lost_of(driver, workers[0])
+        assert (lost.rank, lost.cause) == (
+            1,
+            "it was killed by SIGKILL before it had left the job",
+        )
+
+    def test_the_report_comes_first(self) -> None:
+        driver, workers = self.started()
+        driver.say(0, Absent("worker", 1, "node", 1, "it ended with exit code 0"))
+        assert "exit code 0" in lost_of(driver, workers[0]).cause
+        driver.die(workers[1])
+        assert workers[1] in driver.closed
+
+    def test_a_launcher_that_says_nothing_is_not_waited_for_long(self) -> None:
+        driver, workers = self.started()
+        driver.die(workers[1])
+        driver.advance(PATIENCE_S)
+        assert lost_of(driver, workers[0]).cause == "it was killed"
+
+    @pytest.mark.parametrize("is_in_time", [True, False])
+    def test_who_ended_first_is_the_cause_whoever_is_reported_first(
+        self, is_in_time: bool
+    ) -> None:
+        driver, workers = self.started()
+        driver.die(workers[1])
+        driver.advance(0.1)
+        driver.die(workers[2])
+        driver.say(0, Absent("worker", 2, "node", 2, "it ended with exit code 1"))
+        assert driver.machine.first_cause is None
+        if is_in_time:
+            driver.say(0, Absent("worker", 1, "node", 1, "it was killed by SIGKILL"))
+        driver.advance(PATIENCE_S)
+        lost = lost_of(driver, workers[0])
+        assert lost.rank == 1
+        assert ("SIGKILL" in lost.cause) == is_in_time
+
+    def test_the_end_of_another_process_of_that_place_is_no_news(self) -> None:
+        driver, workers = self.started()
+        driver.say(0, Absent("worker", 1, "node", 99, "it ended with exit code 0"))
+        driver.advance(5)
+        assert not driver.events(workers[0], PeerLost)
+
+    def test_other_evidence_does_not_come_before_an_end(self) -> None:
+        driver, workers = self.started()
+        driver.die(workers[1])
+        driver.say(workers[2], ReportLost(2, "its own links broke"))
+        assert lost_of(driver, workers[0]).rank == 1
 
 
 class TestBlame:
@@ -460,7 +619,7 @@ class TestBlame:
         workers, _ = driver.start()
         driver.say(workers[0], ReportLost(3, "connection reset", is_owner=True))
         driver.keep_alive()
-        driver.advance(SUSPICION_S)
+        driver.advance(PATIENCE_S)
         lost = lost_of(driver, workers[1])
         assert (lost.role, lost.rank) == ("server", 1)
         assert "connection reset" in lost.cause
@@ -483,7 +642,7 @@ class TestBlame:
         driver.keep_alive()
         driver.advance(3)
         driver.say(workers[0], ReportLost(3, "retries exceeded", is_owner=True))
-        driver.advance(SUSPICION_S)
+        driver.advance(PATIENCE_S)
         assert "no sign of life for 4.0 s" in lost_of(driver, workers[1]).cause
 
     def test_reporter_that_dies_is_the_cause(self) -> None:

@@ -22,6 +22,8 @@ from hypothesis.stateful import (
 from fastps.control.declarations import Declarations
 from fastps.control.membership import Phase
 from fastps.control.protocol import (
+    Absent,
+    Confirmed,
     DeclareKeys,
     Dispute,
     Done,
@@ -34,6 +36,7 @@ from fastps.control.protocol import (
     PeerLost,
     ReportLost,
     Started,
+    Unheard,
     ViewLost,
 )
 
@@ -73,9 +76,13 @@ class MembershipMachine(RuleBasedStateMachine):
 
     # ---- events ----
 
-    @rule(role=st.sampled_from(["worker", "server"]), rank=st.sampled_from([None, None, 0, 1, 2]))
-    def join(self, role: str, rank: int | None) -> None:
-        peer = self.driver.join(role, rank=rank)
+    @rule(
+        role=st.sampled_from(["worker", "server"]),
+        rank=st.sampled_from([None, None, 0, 1, 2]),
+        is_watched=st.booleans(),
+    )
+    def join(self, role: str, rank: int | None, is_watched: bool) -> None:
+        peer = self.driver.join(role, rank=rank, is_watched=is_watched, cookie=b"c" * 32)
         if isinstance(self.driver.sent[peer][0], Joined):
             self.driver.machine.pulse(peer, self.driver.now)
 
@@ -205,11 +212,35 @@ class MembershipMachine(RuleBasedStateMachine):
         self.driver.die(members[pick % len(members)])
 
     @precondition(lambda self: self.members())
+    @rule(pick=PICK, of=PICK, reached_ms=st.sampled_from([None, 1]))
+    def confirm(self, pick: int, of: int, reached_ms: int | None) -> None:
+        members = self.members()
+        answer = Confirmed(members[of % len(members)], reached_ms)
+        self.driver.say(members[pick % len(members)], answer)
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, is_right=st.booleans())
+    def launcher_reports(self, pick: int, is_right: bool) -> None:
+        members = self.driver.machine.members()
+        peer, role, rank = members[pick % len(members)]
+        if rank is not None:
+            gone = Absent(role, rank, "node", 100 + peer * is_right, "it was killed")
+            self.driver.say(0, gone)
+
+    @precondition(lambda self: self.members())
     @rule(pick=PICK, number=st.integers(0, SIZE + SERVERS), is_owner=st.booleans())
     def report(self, pick: int, number: int, is_owner: bool) -> None:
         members = self.members()
         report = ReportLost(number, "reset", is_owner)
         self.driver.say(members[pick % len(members)], report)
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, slept_s=st.sampled_from([0.0, 1.0, 4.0]))
+    def give_up_the_scheduler(self, pick: int, slept_s: float) -> None:
+        members = self.members()
+        if slept_s:
+            self.driver.do(self.driver.machine.slept(self.driver.now, slept_s))
+        self.driver.say(members[pick % len(members)], Unheard(5.0))
 
     @precondition(lambda self: self.members())
     @rule(pick=PICK)

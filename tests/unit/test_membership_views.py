@@ -178,7 +178,7 @@ class TestComing:
 
     def test_all_survivors_may_leave_instead(self):
         driver = elastic()
-        (a, b, c), (server,) = driver.start()
+        (a, b, c), _ = driver.start()
         driver.die(b)
         for peer in (a, c):
             driver.leave(peer)

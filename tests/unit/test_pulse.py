@@ -126,6 +126,129 @@ def test_closing_the_callers_descriptor_does_not_redirect_the_pulse(pair):
         assert not select.select([other], [], [], 0)[0]
 
 
+@pytest.fixture
+def other_pair():
+    """Make two more connected sockets, of which silence ends the reading of the first."""
+    ours, theirs = socket.socketpair()
+    ours.settimeout(30)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def test_silence_ends_the_reading_of_another_socket(pair, other_pair):
+    began = time.monotonic()
+    watch = {"lease_s": 0.3, "end_fd": other_pair[0].fileno()}
+    pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 0.1, **watch)
+    assert other_pair[0].recv(1) == b""
+    assert 0.3 <= time.monotonic() - began < 0.5
+    assert pulse.silent_s >= 0.3
+    assert not pulse.is_alive
+    other_pair[0].sendall(b"the other way stays open")
+    assert other_pair[1].recv(100) == b"the other way stays open"
+    pulse.stop()
+
+
+def test_beats_of_the_other_side_are_heard(pair, other_pair):
+    beats = _core.Beats(0.02)
+    number = beats.add(pair[1].fileno(), b"x")
+    watch = {"lease_s": 0.1, "end_fd": other_pair[0].fileno()}
+    pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 0.03, **watch)
+    assert not select.select([other_pair[0]], [], [], 0.5)[0]
+    assert pulse.is_alive
+    beats.remove(number)
+    beats.remove(number)  # only once
+    assert select.select([other_pair[0]], [], [], 0.5)[0]
+    assert pulse.silent_s >= 0.1
+    pulse.stop()
+    beats.stop()
+
+
+def test_an_end_of_the_connection_is_no_silence(pair, other_pair):
+    watch = {"lease_s": 0.1, "end_fd": other_pair[0].fileno()}
+    pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 0.01, **watch)
+    pair[1].shutdown(socket.SHUT_WR)
+    assert not select.select([other_pair[0]], [], [], 0.4)[0]
+    assert pulse.is_alive
+    assert pulse.silent_s == 0
+    pulse.stop()
+
+
+def test_beats_go_to_many_and_end_with_stop():
+    pairs = [socket.socketpair() for _ in range(40)]
+    beats = _core.Beats(0.01)
+    numbers = [beats.add(ours.fileno(), b"x") for ours, _ in pairs]
+    for ours, theirs in pairs:
+        ours.close()
+        assert len(theirs.recv(1)) == 1
+    beats.remove(numbers[0])
+    while pairs[0][1].recv(100):  # to the end, since the duplicate is closed
+        pass
+    beats.stop()
+    beats.stop()
+    for _, theirs in pairs[1:]:
+        while theirs.recv(100):
+            pass
+        theirs.close()
+    pairs[0][1].close()
+
+
+def ask(port: int, probe: bytes, *, timeout_s: float) -> bytes:
+    """Send a probe; give the answer, if any."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.settimeout(timeout_s)
+        asking.sendto(probe, ("127.0.0.1", port))
+        try:
+            return asking.recv(100)
+        except TimeoutError:
+            return b""
+
+
+def test_probes_with_the_cookie_are_answered(pair):
+    cookie = bytes(range(32))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as answering:
+        answering.bind(("127.0.0.1", 0))
+        port = answering.getsockname()[1]
+        pulse = _core.Pulse(
+            pair[0].fileno(), PAYLOAD, 60.0, answer_fd=answering.fileno(), cookie=cookie
+        )
+        assert ask(port, cookie[:16] + b"nonce678", timeout_s=30) == cookie[16:] + b"nonce678"
+        for wrong in (b"", cookie, cookie[16:] + b"nonce678", cookie[:16] + b"longnonce"):
+            assert ask(port, wrong, timeout_s=0.05) == b""
+        assert ask(port, cookie[:16] + b"87654321", timeout_s=30) == cookie[16:] + b"87654321"
+        pulse.stop()
+
+
+def test_datagrams_are_beats_too(pair, other_pair):
+    cookie = bytes(range(32))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as answering:
+        answering.bind(("127.0.0.1", 0))
+        watch = {"lease_s": 0.2, "end_fd": other_pair[0].fileno()}
+        probes = {"answer_fd": answering.fileno(), "cookie": cookie}
+        pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 0.1, **watch, **probes)
+        beats = _core.Beats(0.04)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect(answering.getsockname())
+            number = beats.add(asking.fileno(), cookie[16:])
+            assert not select.select([other_pair[0]], [], [], 0.7)[0]
+            beats.remove(number)
+            beats.add(asking.fileno(), cookie[:16])
+            assert select.select([other_pair[0]], [], [], 1.0)[0]
+        with pytest.raises(ValueError, match="1 to 16"):
+            beats.add(pair[0].fileno(), b"")
+        beats.stop()
+        pulse.stop()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"lease_s": 1.0}, {"end_fd": 0}, {"lease_s": -1.0, "end_fd": 0}, {"cookie": b"x" * 32},
+     {"answer_fd": 0, "cookie": b"x"}],
+)  # fmt: skip
+def test_impossible_watches(pair, wrong):
+    with pytest.raises(ValueError, match=r"lease_s|cookie"):
+        _core.Pulse(pair[0].fileno(), PAYLOAD, 1.0, **wrong)
+
+
 def test_not_a_socket(tmp_path):
     with pytest.raises(OSError, match="descriptor 9999"):
         _core.Pulse(9999, PAYLOAD, 1.0)
