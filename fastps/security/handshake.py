@@ -31,7 +31,8 @@ from fastps.errors import AuthError, ProtocolError, TransportError
 
 Result = TypeVar("Result")
 # One side of a handshake: yields bytes to send and the number of bytes to read next, and is sent
-# those. The caller, blocking or not, drives it to its end.
+# those. The caller, blocking or not, drives it to its end. Where it yields no bytes and wants
+# none, it is to be sent none a little later.
 Steps: TypeAlias = Generator[tuple[bytes, int], bytes, Result]
 
 MAGIC = b"FPSH"
@@ -87,8 +88,9 @@ class Claim(NamedTuple):
         return f"the peer claims to be {self.who}, and does not know that token; {_TOKEN_ADVICE}"
 
 
-# Returns the claim of a hello by its purpose, sender and lane; AuthError where there is none.
-ClaimOf: TypeAlias = Callable[["Purpose", int, int], Claim]
+# Returns the claim of a hello by its purpose, sender and lane; None: not known yet. AuthError
+# where there is none.
+ClaimOf: TypeAlias = Callable[["Purpose", int, int], Claim | None]
 
 
 def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
@@ -181,7 +183,7 @@ class ServerHandshake:
         self.lane = 0
 
     def challenge(self, hello: bytes) -> bytes:
-        """Check a hello and return the challenge to send.
+        """Check a hello and return the challenge to send; empty: call again, a little later.
 
         Raises ProtocolError for another version, another purpose or garbage.
         """
@@ -202,7 +204,11 @@ class ServerHandshake:
         if isinstance(self._key, bytes):
             self._claim = Claim(self._key)
         else:
-            self._claim = self._key(self.purpose, self.sender, self.lane)
+            claim = self._key(self.purpose, self.sender, self.lane)
+            if claim is None:
+                self._step, self.refusal = "challenge", b""
+                return b""
+            self._claim = claim
         self.refusal = b""
         nonce = self._random_bytes(NONCE_BYTES)
         head = _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, Status.OK, nonce, b"")[:-PROOF_BYTES]
@@ -225,7 +231,9 @@ class ServerHandshake:
     def steps(self) -> Steps[bytes]:
         """Take all steps in their order; return the last message, still to be sent."""
         hello = yield b"", HELLO_BYTES
-        proof = yield self.challenge(hello), PROOF_BYTES
+        while not (challenge := self.challenge(hello)):
+            yield b"", 0
+        proof = yield challenge, PROOF_BYTES
         return self.accept(proof)
 
 

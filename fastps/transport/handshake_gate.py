@@ -27,6 +27,7 @@ from fastps.transport.half_open import HalfOpen
 log = logging.getLogger(__name__)
 
 FULL_PAUSE_S = 0.1  # pause when no descriptor is left
+CLAIM_PAUSE_S = 0.005  # until it is asked again whether a key is known
 # Gets the connection, the handshake (which names the sender) and the handshake's last message,
 # which it has to send. To keep the connection it duplicates it. If it raises, the other side gets
 # handshake.refusal.
@@ -177,6 +178,8 @@ class HandshakeGate:
         data, nbytes = next(steps)
         while True:
             await self._loop.sock_sendall(sock, data)
+            if not nbytes:
+                await asyncio.sleep(CLAIM_PAUSE_S)
             try:
                 data, nbytes = steps.send(await self._read(sock, nbytes))
             except StopIteration as end:

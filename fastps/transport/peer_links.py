@@ -192,8 +192,14 @@ class PeerLinks:
         """Start to accept connections."""
         self._listener.start()
 
-    def _claim(self, _: Purpose, sender: int, lane: int) -> Claim:
-        """Return the key that a connecting member has to prove."""
+    def _claim(self, _: Purpose, sender: int, lane: int) -> Claim | None:
+        """Return the key that a connecting member has to prove; None: of a later generation.
+
+        Members have other keys in each view, and some hear of the next one before this process.
+        """
+        ahead = unpack_lane(lane)[0] - self._generation & 0xFFFFFF
+        if 0 < ahead < 1 << 23:
+            return None
         return Claim(self._key_of(sender), f"member {sender}")
 
     def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:

@@ -240,6 +240,23 @@ def test_a_member_of_another_generation_is_not_let_in(make):
         party.nodes[0].reach(1)
 
 
+def test_who_hears_first_of_a_generation_with_other_keys_is_let_in(make):
+    party = make(2, WAYS[0])
+    party.own()
+    old, new = (derive_key(word, "data", "job") for word in (b"old", b"new"))
+    keys = [new, old]
+    for node, place in zip(party.nodes, range(2), strict=True):
+        node._key_of = lambda _, place=place: keys[place]
+    party.nodes[0].join(party.job.members, me=0, generation=2)
+    dialling = threading.Thread(target=party.nodes[0].reach, args=(1,))
+    dialling.start()
+    wait_until(lambda: party.nodes[1]._listener._gate.half_open, "a hello")
+    keys[1] = new
+    party.nodes[1].join(party.job.members, me=1, generation=2)
+    dialling.join(TIMEOUT_S)
+    assert party.links() == [1, 1]
+
+
 def test_a_store_link_is_refused_where_nothing_is_stored(make):
     from fastps.transport import tcp  # noqa: PLC0415
 

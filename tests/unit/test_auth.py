@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from aids import wire
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError
 from fastps.security import handshake
-from fastps.security.handshake import ClientHandshake, Purpose, ServerHandshake, Status, derive_key
+from fastps.security.handshake import (
+    Claim,
+    ClientHandshake,
+    Purpose,
+    ServerHandshake,
+    Status,
+    derive_key,
+)
 
 TOKEN = bytes(range(32))
 KEY = derive_key(TOKEN, "control", "job")
@@ -63,6 +70,21 @@ def test_steps_of_both_sides_fit_each_other():
     with pytest.raises(StopIteration):
         sides[0].send(end.value.value)
     assert (server.purpose, server.sender, server.lane) == (Purpose.DATA, 3, 1)
+
+
+def test_a_key_that_is_not_known_yet_is_asked_for_again():
+    claims = [None, None, Claim(KEY)]
+    server, client = ServerHandshake(lambda *_: claims.pop(0)), make_client()
+    steps = server.steps()
+    assert next(steps)[0] == b""
+    found = steps.send(client.hello())
+    while found == (b"", 0):
+        assert not server.refusal
+        found = steps.send(b"")
+    assert not claims
+    with pytest.raises(StopIteration) as end:
+        steps.send(client.answer(found[0]))
+    client.finish(end.value.value)
 
 
 def test_who_knows_the_token_is_told_that_there_is_no_place():
