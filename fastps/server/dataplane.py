@@ -173,39 +173,43 @@ class DataPlane:
 
     def _watch(self) -> None:
         """Report broken links to the scheduler, which decides which member is to blame."""
-        reported: set[int] = set()
+        job, reported = self._job, set[int]()
         while not self._ending.is_set():
             pause_s = min(self._try_to_forget(), self.store.end_late_rounds())
+            if job is not self._job:  # whose members have other numbers
+                job, reported, pause_s = self._job, set(), 0.0
             gone = self.store.wait_news(timeout_s=pause_s)
+            if job is not self._job:
+                continue
             self._log_refusals()
             self._log_absences()
             reported &= gone.keys()
             for member in gone.keys() - reported:
                 reported.add(member)
                 # without a BYE; a worker in this process reports itself
-                if gone[member] != Status.SHUTDOWN and member != self._me:
-                    self._note_refused(member, gone[member])
-                    self._report(member, gone[member])
+                if gone[member] != Status.SHUTDOWN and member != job.me:
+                    self._note_refused(job, member, gone[member])
+                    self._report(job, member, gone[member])
 
-    def _note_refused(self, member: int, status: int) -> None:
+    def _note_refused(self, job: Job, member: int, status: int) -> None:
         """Count and log a member that sent a frame which it may not send."""
         if status == Status.PROTOCOL:
             self._refused += 1
-            sender = self._job.members[member]
+            sender = job.members[member]
             log.warning(
                 "%s refuses %s %d: it sent a malformed frame, or one for a key that it may not "
                 "write or read; its link is cut", self.name, sender.role, sender.rank,
             )  # fmt: skip
 
-    def _report(self, member: int, status: int) -> None:
+    def _report(self, job: Job, member: int, status: int) -> None:
         failure = "" if self._rdma is None else self._rdma.failure_of(member)
         trouble = f"RDMA: {failure}" if failure else self._progress.trouble_of(member)
         with contextlib.suppress(FastPSError):
             if failure and self._rdma is not None and self._rdma.has_trouble:
-                self._client.report_lost(self._me, failure, generation=self._job.generation)
+                self._client.report_lost(job.me, failure, generation=job.generation)
             else:
                 cause = cause_of_link(self.name, Status(status), trouble)
-                self._client.report_lost(member, cause, generation=self._job.generation)
+                self._client.report_lost(member, cause, generation=job.generation)
 
     def look_at_links(self) -> None:
         """Check that links make progress; on the control thread, every few seconds."""
