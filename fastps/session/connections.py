@@ -365,12 +365,14 @@ class Connections:
             with self._interrupt:
                 self.node.reach(member)
         except TransportError as error:
-            if self._interrupt.is_set and self._config.is_elastic:
-                raise ViewChangedError(
-                    f"worker {member} cannot be reached, and a member of this view is lost; call "
-                    "the operation again on all workers"
-                ) from error
-            raise
+            if not self._config.is_elastic:
+                raise
+            if not self._interrupt.is_set:
+                self.client.report_lost(member, f"it cannot be reached: {error}")
+            raise ViewChangedError(
+                f"worker {member} cannot be reached: {error}; call the operation again on all "
+                "workers"
+            ) from error
 
     def _try_to_reach(self, member: int) -> None:
         """Make a link, or go on without the member: an operation has its number on all sides."""

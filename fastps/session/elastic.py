@@ -466,12 +466,12 @@ class ElasticSession(Session):
                 lambda: self._has_news(view) or self._fatal is not None,
                 self.config.lease_s + _NEWS_S,
             )
-            lost = self._news.lost if self._news is not None else ""
+            lost = self._news.lost if self._news is not None else "a member is lost"
         if not self._has_news(view):
             return super()._blame(failure)
         what = failure.tensor if failure.is_operation else f"tensor {failure.tensor!r}"
         return ViewChangedError(
-            f"{what}: {lost or self.views[-1].cause}; the job goes on without it: call the "
+            f"{what}: {lost}; the job goes on without it: call the "
             "operation again on all workers"
         )
 
