@@ -101,11 +101,15 @@ class ElasticHandle(Handle[Array | list[Array]]):
         self.view = 0
 
     def start(self, view: int) -> None:
-        """Start it in a view, or what is left of it."""
-        if self.view:  # what came before is over
-            self._parts = self._parts[:-1]
+        """Start it in a view, or what is left of it.
+
+        A thread that waits reads the view first, and so never takes the end of what was started
+        in the last view for that of this one.
+        """
+        part = self._begin(self._left)
+        before = self._parts[:-1] if self.view else []  # the last one has failed with its view
+        self._parts = [*before, part]
         self.view = view
-        self._parts.append(self._begin(self._left))
 
     def status(self) -> int | None:
         """Return how it ended: None: it has not, 0: it has landed."""
@@ -178,7 +182,8 @@ class ElasticSession(Session):
         self._is_changing = False
         self._fatal: FastPSError | None = None  # why no view comes any more
         self._active: dict[str, ElasticHandle] = {}  # in the order of their starts, by name
-        self._rounds = threading.Lock()  # held during a round
+        self._rounds = threading.Lock()  # held during a round; guards the next
+        self._failed_round: FastPSError | None = None  # in this view
         self._layouts: dict[str, Layout] = {}  # of what was declared in earlier views
         self._landings: dict[str, Array] = {}  # of operations in place, by name
         self._on_view: list[Callable[[View], object]] = []  # called with each new view
@@ -361,6 +366,20 @@ class ElasticSession(Session):
             self._complete_round()
 
     def _complete_round(self) -> None:
+        """Take part in a round; after one that failed here there is no other in its view.
+
+        For others may have completed that one, and would complete the next with what this worker
+        says in it, which would then be two rounds behind.
+        """
+        if self._failed_round is not None:
+            raise type(self._failed_round)(str(self._failed_round))
+        try:
+            self._exchange_landed()
+        except FastPSError as error:
+            self._failed_round = error
+            raise
+
+    def _exchange_landed(self) -> None:
         with self._changed:
             handles = list(dict.fromkeys(self._active.values()))
         landed = [
@@ -392,7 +411,7 @@ class ElasticSession(Session):
                 handles = list(dict.fromkeys(self._active.values()))
             if any(self._is_forgotten(one) for one in handles):
                 with contextlib.suppress(FastPSError), self._rounds:
-                    if any(self._is_forgotten(one) for one in handles):
+                    if self._failed_round is None and any(self._is_forgotten(one) for one in handles):
                         self._complete_round()
             self._ending.wait(_LOOK_S)
 
@@ -578,6 +597,7 @@ class ElasticSession(Session):
             log.warning("%s", view)
         for call in self._on_view:
             call(view)
+        self._failed_round = None
         with self._changed:
             self.view += 1
             self._changed.notify_all()
