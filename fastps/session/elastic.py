@@ -67,6 +67,27 @@ _NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 
 
+class Scope:
+    """Operations whose results are handed out together: all of them, or none.
+
+    push_pull_async(scope=) puts one in, until close(), which all workers call after they have put
+    in the same operations. None may be awaited before.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[ElasticHandle] = []
+        self.is_closed = False
+        self.is_awaited = False  # as of ElasticHandle
+
+    def close(self) -> None:
+        """Say that all operations are in."""
+        self.is_closed = True
+
+    def has_landed(self, view: int) -> bool:
+        """Return whether all operations are in, and have landed in a view."""
+        return self.is_closed and all(one.has_landed(view) for one in self.handles)
+
+
 class ElasticHandle(Handle[Array | list[Array]]):
     """The handle of an operation that is started again when members are lost.
 
@@ -85,9 +106,11 @@ class ElasticHandle(Handle[Array | list[Array]]):
         begin: Callable[[Sequence[int]], OperationHandle],
         *,
         is_single: bool,
+        scope: Scope | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._session = session
+        self.scope = scope
         self._landings, self._outputs = landings, outputs
         self._is_single = is_single
         self._begin = begin
@@ -115,6 +138,20 @@ class ElasticHandle(Handle[Array | list[Array]]):
         """Return how it ended: None: it has not, 0: it has landed."""
         last = self._parts[-1]
         return last.wait_status(0.0) if last.poll() else None
+
+    def has_landed(self, view: int) -> bool:
+        """Return whether it has landed in a view."""
+        return self.view == view and self.status() == Status.OK
+
+    @property
+    def unit(self) -> Scope | ElasticHandle:
+        """What is committed together: its scope, or itself."""
+        return self if self.scope is None else self.scope
+
+    @property
+    def mates(self) -> Sequence[ElasticHandle]:
+        """The operations of its scope, or itself."""
+        return (self,) if self.scope is None else self.scope.handles
 
     def wait_landed(self, timeout_s: float) -> int | None:
         """Wait until it has ended; return its status, or None in time."""
@@ -189,6 +226,7 @@ class ElasticSession(Session):
         self._on_view: list[Callable[[View], object]] = []  # called with each new view
         self._threads: list[threading.Thread] = []
         super().__init__(config)
+        self.first_place = self.rank, self.size  # in the first view, which no loss changes
         self._fence.watch(self.connections.job)
         self._ending = threading.Event()
         work = {"fastps:view": self._change_views, "fastps:commit": self._take_part}
@@ -214,14 +252,27 @@ class ElasticSession(Session):
             )
         self._in_a_view(functools.partial(super().declare, specs, policy=policy, **terms))
 
+    def scope(self) -> Scope:
+        """Open a scope for operations whose results are handed out together."""
+        return Scope()
+
     def push_pull(self, tensor: Arrays, name: Names, **options: Any) -> Array | list[Array]:
         """Sum tensor over all workers of the view; see Session.push_pull(). Blocks."""
         return self.push_pull_async(tensor, name, **options).wait()
 
     def push_pull_async(  # type: ignore[override]
-        self, tensor: Arrays, name: Names, *, out: Arrays | None = None, **options: Any
+        self,
+        tensor: Arrays,
+        name: Names,
+        *,
+        out: Arrays | None = None,
+        scope: Scope | None = None,
+        **options: Any,
     ) -> ElasticHandle:
-        """Start to sum tensor over all workers of the view; see Session.push_pull_async()."""
+        """Start to sum tensor over all workers of the view; see Session.push_pull_async().
+
+        scope: of operations whose results are handed out together.
+        """
         self.check_usable()
         names, arrays = pair(name, tensor)
         is_single = isinstance(name, str)
@@ -238,9 +289,10 @@ class ElasticSession(Session):
                 **options,
             )  # fmt: skip
 
-        return self._started(
-            ElasticHandle(self, names, landings, outputs, begin, is_single=is_single)
+        handle = ElasticHandle(
+            self, names, landings, outputs, begin, is_single=is_single, scope=scope
         )
+        return self._started(handle)
 
     def broadcast_async(  # type: ignore[override]
         self, tensor: Arrays, root_rank: int, name: Names, *, dtype: DType | None = None
@@ -283,7 +335,8 @@ class ElasticSession(Session):
         for name in handle.names:
             before = self._active.get(name)
             if before is not None:
-                if before.status() is None:
+                is_open = before.scope is not None and not before.scope.is_closed
+                if is_open or before.status() is None:
                     raise DuplicateNameError(
                         f"tensor {name!r} is in flight already; wait for its handle first"
                     )
@@ -293,6 +346,8 @@ class ElasticSession(Session):
         def start() -> None:
             handle.start(self.view)
             with self._changed:
+                if handle.scope is not None:
+                    handle.scope.handles.append(handle)
                 self._active.update(dict.fromkeys(handle.names, handle))
                 self._changed.notify_all()
 
@@ -320,6 +375,9 @@ class ElasticSession(Session):
         Raises StallError in time, and what made an operation fail if not a loss.
         """
         limit_s = self.config.op_timeout_s if timeout_s is None else checked_seconds(timeout_s)
+        for one in handles:
+            if one.scope is not None and not one.scope.is_closed:
+                raise FastPSError(f"close the scope of {one.names[0]!r} before you wait for it")
         began = time.perf_counter()
         deadline = began + limit_s
         try:
@@ -329,18 +387,21 @@ class ElasticSession(Session):
             self.wait_seconds[0] += time.perf_counter() - began
 
     def _settle_one(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
-        left_s = max(deadline - time.perf_counter(), 0.0)
-        view = handle.view
-        handle.is_awaited = True
+        view, unit = handle.view, handle.unit
+        unit.is_awaited = True
         try:
-            self._settle_in_view(handle, view, left_s, limit_s)
+            for one in handle.mates:
+                left_s = max(deadline - time.perf_counter(), 0.0)
+                status = one.wait_landed(left_s)
+                if status != Status.OK:
+                    break
+            self._settle_in_view(one, status, view, left_s, limit_s)
         finally:
-            handle.is_awaited = False
+            unit.is_awaited = False
 
     def _settle_in_view(
-        self, handle: ElasticHandle, view: int, left_s: float, limit_s: float
+        self, handle: ElasticHandle, status: int | None, view: int, left_s: float, limit_s: float
     ) -> None:
-        status = handle.wait_landed(left_s)
         if handle._is_over() or handle.view != view:
             return
         if status is None:
@@ -350,8 +411,10 @@ class ElasticSession(Session):
                 self._take_round(handle)
                 return
         elif status not in _LOSSES:
-            handle.error = handle.explain()
-            self._forget([handle])
+            error = handle.explain()
+            for one in handle.mates:  # which cannot be handed out without it
+                one.error = error
+            self._forget(handle.mates)
             return
         else:
             self._report(handle, view)
@@ -382,10 +445,9 @@ class ElasticSession(Session):
     def _exchange_landed(self) -> None:
         with self._changed:
             handles = list(dict.fromkeys(self._active.values()))
-        landed = [
-            entry for one in handles if one.view == self.view and one.status() == Status.OK
-            for entry in one.entries
-        ]  # fmt: skip
+            units = dict.fromkeys(one.unit for one in handles)
+        done = {unit for unit in units if unit.has_landed(self.view)}
+        landed = [entry for one in handles if one.unit in done for entry in one.entries]
         told = gather_objects(self.groups.world, landed, _COMMITS)
         self._commit(self.commits.complete(told))
 
@@ -417,10 +479,8 @@ class ElasticSession(Session):
 
     def _is_forgotten(self, handle: ElasticHandle) -> bool:
         """Return whether an operation has landed, and no thread takes part in rounds for it."""
-        return (
-            handle.view == self.view and not handle._is_over() and not handle.is_awaited
-            and handle.status() == Status.OK
-        )  # fmt: skip
+        unit = handle.unit
+        return not handle._is_over() and not unit.is_awaited and unit.has_landed(self.view)
 
     # ---- losses ----
 
