@@ -42,7 +42,8 @@ def init(
             f'process_sets must be a list of process sets or "dynamic", got {process_sets!r}'
         )
     ranks = _ranks_of(comm)
-    known = load(settings).size if ranks else 0
+    fields = {name: value for name, value in settings.items() if name != "elastic"}
+    known = load(fields).size if ranks else 0
     _check_all_ranks(ranks, known if known > 1 else len(ranks))  # before init() waits for others
     was_initialized = fastps.is_initialized()
     fastps.init(**settings)

@@ -30,7 +30,7 @@ from fastps.contract.rule import Choice as Rule
 from fastps.errors import FastPSError
 from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.gradients.backward_end import call_at_the_end
-from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views
+from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views, kind_of
 from fastps.frameworks.torch.gradients.module_buffers import BufferSync
 from fastps.frameworks.torch.gradients.no_compile import opaque, seen_as
 from fastps.frameworks.torch.ops.broadcast import broadcast_parameters
@@ -274,7 +274,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         prefix = _next_prefix(process_set) if prefix is None else prefix
-        self._exchange = BackwardExchange(
+        self._exchange = kind_of(BackwardExchange)(
             compression=compression,
             op=op,
             prefix=f"{prefix}Gradient.",

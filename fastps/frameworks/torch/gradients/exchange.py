@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -75,6 +75,7 @@ _PREFIX = (
     "if two optimizers have gradients of the same name, give one of them another prefix: "
     "DistributedOptimizer(..., prefix='Second.')"
 )
+E = TypeVar("E", bound="GradientExchange")
 
 
 class GradientExchange:
@@ -84,6 +85,8 @@ class GradientExchange:
     first. Holds its parameters; the hooks hold it weakly. gradient_views and bucket_bytes are
     those of DistributedOptimizer. A user's own compressor gets each gradient by itself.
     """
+
+    _flat_kind, _loose_kind = FlatBucket, LooseGradient
 
     def __init__(
         self,
@@ -277,6 +280,9 @@ class GradientExchange:
         if self._sums is not None and (buckets or rows):
             self._sums.add_back()
 
+    def all_sent(self) -> None:
+        """Note that all gradients of a step are in flight: of use in an elastic job."""
+
     def take_in_flight(self) -> list[tuple[Waitable, Sequence[Bucket]]]:
         """Return each handle in flight with its buckets; the caller waits and calls write()."""
         self._memory.clear()
@@ -368,7 +374,7 @@ class GradientExchange:
         """Choose how the gradients of one bucket travel."""
         name = bucket_name(names, [parameter.shape for parameter in parameters])
         if not self._is_built_in or parameters[0].is_complex():
-            return LooseGradient(name, parameters[0], self._compression)
+            return self._loose_kind(name, parameters[0], self._compression)
         session = current.current()
         is_alone = len(parameters) == 1
         dtype = self._wire_dtype(parameters[0])
@@ -376,8 +382,8 @@ class GradientExchange:
         if self._views == "auto":
             is_view = not is_alone or bool(getattr(session, "can_share", False))
         if is_alone and dtype is parameters[0].dtype and not is_view:
-            return LooseGradient(name, parameters[0], self._compression)
-        bucket = FlatBucket(name, parameters, names, dtype=dtype, is_view=is_view)
+            return self._loose_kind(name, parameters[0], self._compression)
+        bucket = self._flat_kind(name, parameters, names, dtype=dtype, is_view=is_view)
         if parameters[0].requires_grad and not is_alone:  # one may be sparse, and need none
             bucket.make_room(session)
         return bucket
@@ -575,26 +581,41 @@ class GradientExchange:
         if self._process_set is not global_process_set:
             self._start_within(indices)
             return
-        session = current.current()
         buckets = [self._buckets[index] for index in indices]
         for index in indices:
             self._load(index)
         try:
-            started = submit_push_pull(
-                session,
-                [bucket.array for bucket in buckets],
-                [bucket.code for bucket in buckets],
-                [bucket.name for bucket in buckets],
-                average=self._average,
-                priorities=[-self._members[index][0] for index in indices],
-                **self._rate(),
-            )
+            started = self._submit(buckets, [-self._members[index][0] for index in indices])
         except FastPSError as error:
             raise _advised(error) from error.__cause__
         for handle, places in started:
             self.round.started(
                 handle, [indices[place] for place in places], [buckets[place] for place in places]
             )
+
+    def _submit(
+        self, buckets: Sequence[Bucket], priorities: Sequence[int], **options: Any
+    ) -> list[tuple[Handle[Any], list[int]]]:
+        """Start to send loaded buckets; return the handles, with the places of their buckets."""
+        return submit_push_pull(
+            current.current(),
+            [bucket.array for bucket in buckets],
+            [bucket.code for bucket in buckets],
+            [bucket.name for bucket in buckets],
+            average=self._average,
+            priorities=priorities,
+            **options,
+            **self._rate(),
+        )
+
+
+def kind_of(kind: type[E]) -> type[E]:
+    """Return the class to use for an exchange: in an elastic job, one whose steps are units."""
+    if getattr(current.current(), "scope", None) is None:
+        return kind
+    from fastps.frameworks.torch.gradients.elastic_step import elastic_kind  # noqa: PLC0415
+
+    return elastic_kind(kind)
 
 
 def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:

@@ -212,19 +212,22 @@ def submit_push_pull(
     *,
     average: bool,
     priorities: Sequence[int],
+    landings: Sequence[Array] | None = None,
     **options: Any,
 ) -> list[tuple[Handle[Any], list[int]]]:
-    """Start push_pull of arrays in place, in one submit per dtype.
+    """Start push_pull of arrays, in one submit per dtype.
 
-    Returns the handles, with the positions of their arrays.
+    landings: where results land; None: in place. Returns the handles, with the positions of their
+    arrays.
     """
     started: list[tuple[Handle[Any], list[int]]] = []
     for code, places in _by_dtype(codes):
         some = [arrays[place] for place in places]
         labels = [names[place] for place in places]
         urgencies = [priorities[place] for place in places]
+        out = some if landings is None else [landings[place] for place in places]
         handle = session.push_pull_async(
-            some, labels, average=average, priority=urgencies, out=some, dtype=code, **options
+            some, labels, average=average, priority=urgencies, out=out, dtype=code, **options
         )
         started.append((handle, places))
     return started

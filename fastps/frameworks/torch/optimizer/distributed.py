@@ -16,7 +16,7 @@ import torch
 from fastps.algorithms.server_parameters import Compensating
 from fastps.contract.rule import Choice as Rule
 from fastps.frameworks.gradient_round import BUCKET_BYTES, Average
-from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views
+from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views, kind_of
 from fastps.frameworks.torch.ops.compression import Compressing, Compression, compressor_of
 from fastps.frameworks.torch.optimizer import adasum, cross_barrier, pipesgd, synchronous
 from fastps.frameworks.torch.optimizer import server_held as held
@@ -100,19 +100,21 @@ def DistributedOptimizer(
         which = "staleness=1" if staleness == 1 else "cross_barrier=True"
         raise ValueError(f"{which} needs op=Average, got {op}")
     if staleness == 1:
-        state = synchronous.watch(optimizer, pipesgd.PipelinedExchange(**options), *named)
+        state = synchronous.watch(optimizer, kind_of(pipesgd.PipelinedExchange)(**options), *named)
         return pipesgd.adopt(optimizer, state, pipesgd_warmup_iter)
     options["gradient_views"] = gradient_views
     if cross_barrier:
         return _without_barrier(optimizer, options, named)
-    exchange = (EarlyExchange if finish_in_backward else GradientExchange)(**options)
+    kind = EarlyExchange if finish_in_backward else GradientExchange
+    exchange = kind_of(kind)(**options)
     return synchronous.adopt(optimizer, exchange, *named)
 
 
 def _without_barrier(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], named: Named, **more: Any
 ) -> CrossBarrierOptimizer:
-    exchange = cross_barrier.CrossBarrierExchange(cure=cross_barrier.ONE_PASS, **options)
+    kind = kind_of(cross_barrier.CrossBarrierExchange)
+    exchange = kind(cure=cross_barrier.ONE_PASS, **options)
     return cross_barrier.adopt(optimizer, exchange, *named, **more)
 
 

@@ -96,6 +96,7 @@ class PipelinedExchange(GradientExchange):
             **self._rate(),
         )  # fmt: skip
         self._handles = [handle for handle, _ in started]
+        self.all_sent()
 
     def averages(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Wait for what was started; return each parameter with its average, or nothing."""

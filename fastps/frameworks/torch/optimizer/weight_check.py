@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from fastps.errors import MismatchError
 from fastps.session import current
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
+
+if TYPE_CHECKING:
+    from fastps.session.session import Session
 
 MAX_PRINT = (1 << 31) - 1
 Entry: TypeAlias = tuple[str, tuple[int, ...], str]  # name, shape, dtype and what else counts
@@ -48,8 +51,9 @@ def check_alike(
         return
     theirs = session.broadcast_object(list(mine), 0, f"{label}.alike")
     found = _difference(mine, theirs, session.rank, 0, cure)
-    differs = np.zeros(session.size, dtype=np.int32)
-    differs[session.rank] = bool(found)
+    rank, size = _place_of(session)
+    differs = np.zeros(size, dtype=np.int32)
+    differs[rank] = bool(found)
     session.push_pull_async(differs, f"{label}.alike", average=False, out=differs).wait()
     if differs.any():
         culprit = int(differs.argmax())
@@ -75,14 +79,21 @@ def exchange_prints(
     Sums 8 bytes per worker. label: the name of the exchange.
     """
     session, is_of_all = current.current(), process_set is global_process_set
-    ranks = range(session.size) if is_of_all else process_set.ranks
+    rank, size = _place_of(session)
+    ranks = range(size) if is_of_all else process_set.ranks
     prints = np.zeros((len(ranks), 2), dtype=np.int32)
-    prints[ranks.index(session.rank)] = mine
+    prints[ranks.index(rank)] = mine
     if is_of_all:
         session.push_pull_async(prints, label, average=False, out=prints).wait()
     else:
         process_set.group().allreduce(prints, prints, op=Op.SUM, name=label).wait()
     return {rank: two for rank, two in zip(ranks, prints.tolist(), strict=True) if any(two)}
+
+
+def _place_of(session: Session) -> tuple[int, int]:
+    """Return rank and size, in an elastic job those of its first view."""
+    found: tuple[int, int] = getattr(session, "first_place", (session.rank, session.size))
+    return found
 
 
 def print_of(entries: Sequence[Entry]) -> Prints:
