@@ -111,5 +111,7 @@ def codec_of(name: str) -> Any:
     """Return a compression by its name."""
     if name in ("none", "fp16", "bf16"):
         return getattr(fps.Compression, name)
+    if name == "wdmom":
+        return fps.Compression.wdmom(fps.Compression.onebit(), mu=0.5, wd=0.01, threshold=0)
     kind, _, option = name.partition(":")
     return getattr(fps.Compression, kind)(*([float(option)] if option else []))

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import random
+import signal
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +27,7 @@ def check(results: Mapping[int, Mapping[str, Any]], *, steps: int = STEPS) -> No
     assert all(result["views"] for result in results.values())
 
 
-def check_sums(results: Mapping[int, Mapping[str, Any]]) -> None:
+def check_sums(results: Mapping[int, Mapping[str, Any]], *, workers: int = 3) -> None:
     """Check that each step is of one set of workers, and weights are what these steps make."""
     least = sum(1 << rank for rank in results)
     masks = []
@@ -34,7 +37,7 @@ def check_sums(results: Mapping[int, Mapping[str, Any]]) -> None:
             assert sums == [mask + (step % 4) * (mask << 8)] * len(programs.SIZES), (step, sums)
             assert mask & least == least
     assert all(one == masks[0] for one in masks)
-    assert (masks[0][0], masks[0][-1]) == (7, least)
+    assert (masks[0][0], masks[0][-1]) == ((1 << workers) - 1, least)
     assert replayed(masks[0]) == next(iter(results.values()))["hashes"]
 
 
@@ -79,3 +82,66 @@ def test_a_step_is_of_all_survivors_or_made_again(layout, fault, victim):
     results = run(layout, victim, fault, set_to_none=bool(victim))
     check(results)
     check_sums(results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "passes", "set_to_none", "views"),
+    [
+        ("plain", 2, False, True),
+        ("plain", 3, True, False),
+        ("early", 1, False, "auto"),
+        ("early", 2, True, "auto"),
+        ("ddp", 1, True, "auto"),
+        ("ddp", 2, False, False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [("shared", "local_arrive@45"), ("sockets", "link_recv@110"), ("apart", "worker_start@50")],
+)
+def test_gradients_accumulate_and_lie_where_they_may(
+    layout, fault, kind, passes, set_to_none, views
+):
+    results = run(layout, 1, fault, kind=kind, passes=passes, set_to_none=set_to_none, views=views)
+    check(results)
+    check_sums(results)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "int8", "onebit", "topk:0.1", "wdmom"])
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [("sockets", "link_recv@110"), ("apart", "worker_result@130"), ("mixed", "local_arrive@40")],
+)
+def test_compressed_gradients_stay_equal(layout, fault, compression):
+    """Residuals begin at zero in each view on all workers alike."""
+    check(run(layout, 1, fault, compression=compression))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "barrier"])
+@pytest.mark.parametrize(
+    ("layout", "fault"), [("shared", "local_arrive@45"), ("sockets", "link_recv@110")]
+)
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_steps_that_do_not_wait_are_units_too(layout, fault, kind, compression):
+    check(run(layout, 2, fault, kind=kind, compression=compression))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_workers_die_at_random(layout, kind, seed):
+    environment, servers = LAYOUTS[layout]
+    rng = random.Random(f"{layout} {kind} {seed}")
+    victims = rng.sample(range(4), 2)
+    with Job(
+        programs.train, workers=4, servers=servers, environment=environment,
+        arguments={"kind": kind, "steps": 60, "set_to_none": bool(seed), "pause_s": 0.002},
+    ) as job:  # fmt: skip
+        for worker in job.workers:
+            worker.wait_line("STEP 1")
+        for rank in victims:
+            time.sleep(rng.uniform(0.0, 0.1))
+            job.workers[rank].send(signal.SIGKILL)
+        results = results_of(job, *victims)
+    check(results, steps=60)
+    check_sums(results, workers=4)
