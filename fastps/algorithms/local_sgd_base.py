@@ -29,7 +29,7 @@ from fastps.algorithms.local_blocks import Block, Blocks, ParticipationSchedule
 from fastps.algorithms.outer import Outer
 from fastps.algorithms.server_rounds import ServerRounds
 from fastps.contract.rule import Choice as Rule
-from fastps.session.current import current
+from fastps.session.current import check_not_elastic, current
 from fastps.types import DType
 from fastps.worker.handle import Array, Waitable
 
@@ -123,6 +123,8 @@ class LocalSteps(Blocks):
                 f"fragments must be at most the number of parameters, {len(named)}, got "
                 f"{terms.fragments}"
             )
+        if terms.skips:
+            check_not_elastic("participation= and sparsity= of LocalSGD", "leave them out")
         self.steps, self._terms, self._prefix = 0, terms, prefix
         if terms.skips and rule is None:
             rule = "average"  # over those that send
@@ -262,15 +264,20 @@ class LocalSteps(Blocks):
             ):
                 handles += self._servers.start(name, change, value, sends=sends)
             return handles
+        session: Any = current()
+        scope = session.scope() if hasattr(session, "scope") else None  # of an elastic job
+        how = {} if scope is None else {"scope": scope}
         for change, name, code, sends in zip(
             fragment.changes, fragment.names, fragment.codes, fragment.sends, strict=True
         ):
             if sends:
-                one = current().push_pull_async(change, name, out=change, dtype=code)
+                one = session.push_pull_async(change, name, out=change, dtype=code, **how)
             else:
-                one = current().push_pull_async([change], [name], out=[change], dtype=code,
+                one = session.push_pull_async([change], [name], out=[change], dtype=code,
                                                 gives=False)  # fmt: skip
             handles.append(one)
+        if scope is not None:
+            scope.close()
         return handles
 
     def _apply(self, fragment: Fragment) -> None:

@@ -627,6 +627,11 @@ def _check_together(config: Config) -> None:
             f"FASTPS_ELASTIC_MIN={config.elastic_min} goes neither with FASTPS_ON_LOSS=reweight "
             "nor with validators, which have their own rules for lost workers; unset one of them"
         )
+    if config.is_elastic and config.autotune:
+        raise ConfigError(
+            f"FASTPS_ELASTIC_MIN={config.elastic_min} does not go with FASTPS_AUTOTUNE=1, whose "
+            "measurements a loss would mix; unset one of them"
+        )
     if config.elastic_min > config.size > 1:
         raise ConfigError(
             f"FASTPS_ELASTIC_MIN={config.elastic_min} must be 0 to FASTPS_SIZE={config.size}"

@@ -37,7 +37,7 @@ from fastps.ops.start import (
     start_reducescatter,
 )
 from fastps.session.array_checks import check_output, check_targets, readable
-from fastps.session.current import current
+from fastps.session.current import check_not_elastic, current
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
 from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array, Handle, MappedHandle, scale
@@ -123,6 +123,7 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
     may be called again. PeerLostError names a worker that left the job instead.
     """
     session = current()
+    check_not_elastic("join()", "let all workers take equally many steps")
     if session.size == 1:
         return session.rank
     return session.join_state.join(session.config.op_timeout_s if timeout_s is None else timeout_s)

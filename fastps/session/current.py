@@ -220,6 +220,15 @@ def current() -> Session:
     return session
 
 
+def check_not_elastic(what: str, cure: str) -> None:
+    """Raise ConfigError in an elastic job, for what cannot go on without a lost worker."""
+    if getattr(current(), "first_place", None) is not None:
+        raise ConfigError(
+            f"an elastic job (FASTPS_ELASTIC_MIN, fastps-run --min) does not support {what}, "
+            f"which cannot go on when a worker is lost: {cure}, or start the job without --min"
+        )
+
+
 def known() -> Session:
     """Return the process's session, or the one it was forked from, for what never changes."""
     if _current is None:

@@ -67,6 +67,10 @@ _NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 
 
+class RootLostError(PeerLostError):
+    """The root of a broadcast is lost; the same operation may begin from another worker."""
+
+
 class Scope:
     """Operations whose results are handed out together: all of them, or none.
 
@@ -306,7 +310,7 @@ class ElasticSession(Session):
         def begin(places: Sequence[int]) -> OperationHandle:
             rank = self._rank_of(root)
             if rank is None:
-                raise PeerLostError(
+                raise RootLostError(
                     f"tensor {names[0]!r} cannot be broadcast: its root, worker {root_rank} of an "
                     "earlier view, is lost; broadcast from another worker"
                 )

@@ -24,11 +24,13 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = torch.nn.ParameterList(torch.zeros(size) for size in SIZES)
+        self.register_buffer("seen", torch.zeros(5000))  # in which each worker counts
 
     def forward(self, number: float, pause_s: float = 0.0) -> torch.Tensor:
         """Return what has the number, times 1, 2, ..., as the gradients."""
         if pause_s:
             time.sleep(pause_s)
+        self.seen += number
         terms = [(place + 1) * number * one.sum() for place, one in enumerate(self.weights)]
         return torch.stack(terms).sum()
 
@@ -39,9 +41,9 @@ def number_of(worker: int, step: int) -> float:
 
 
 def hash_of(model: torch.nn.Module) -> str:
-    """Return a digest of all bits of a model."""
+    """Return a digest of all bits of a model's parameters."""
     found = hashlib.sha256()
-    for one in model.state_dict().values():
+    for one in model.parameters():
         found.update(one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 
@@ -81,7 +83,7 @@ def train(
         )  # fmt: skip
     fps.broadcast_parameters(model.state_dict(), root_rank=0)
     mark("READY")
-    hashes, sums, n_steps = [], [], 0
+    hashes, sums, buffers, n_steps = [], [], [], 0
     for step in range(steps):
         for one in range(passes):
             is_local = kind == "ddp" and one < passes - 1
@@ -100,11 +102,13 @@ def train(
             found.append(value / UNIT)
         sums.append(found)
         hashes.append(hash_of(model))
+        buffers.append(float(model.seen[0]) / UNIT - number_of(me, step) / UNIT)
+        assert (model.seen == model.seen[0]).all(), (step, model.seen.unique())
         optimizer.zero_grad(set_to_none=set_to_none)
         mark("STEP", step)
     fps.barrier()
     fps.shutdown()
-    return {"hashes": hashes, "sums": sums, "views": told, "steps": n_steps}
+    return {"buffers": buffers, "hashes": hashes, "sums": sums, "views": told, "steps": n_steps}
 
 
 def codec_of(name: str) -> Any:

@@ -97,7 +97,7 @@ def test_a_step_is_of_all_survivors_or_made_again(layout, fault, victim):
 )
 @pytest.mark.parametrize(
     ("layout", "fault"),
-    [("shared", "local_arrive@45"), ("sockets", "link_recv@110"), ("apart", "worker_start@50")],
+    [("shared", "local_arrive@45"), ("sockets", "link_recv@150"), ("apart", "worker_start@50")],
 )
 def test_gradients_accumulate_and_lie_where_they_may(
     layout, fault, kind, passes, set_to_none, views
@@ -105,6 +105,20 @@ def test_gradients_accumulate_and_lie_where_they_may(
     results = run(layout, 1, fault, kind=kind, passes=passes, set_to_none=set_to_none, views=views)
     check(results)
     check_sums(results)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [("shared", "local_arrive@60"), ("sockets", "link_recv@160"), ("apart", "link_recv@160")],
+)
+def test_buffers_come_from_the_first_worker_that_is_left(layout, fault, victim):
+    results = run(layout, victim, fault, kind="ddp")
+    check(results)
+    check_sums(results)
+    # what all had before a forward pass: the sums of one worker, the first of that step
+    buffers = [result["buffers"] for result in results.values()]
+    assert buffers[0] == buffers[1]
 
 
 @pytest.mark.parametrize("compression", ["fp16", "int8", "onebit", "topk:0.1", "wdmom"])

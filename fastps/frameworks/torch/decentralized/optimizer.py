@@ -33,7 +33,7 @@ from fastps.graph.neighbors import Neighbors
 from fastps.graph.rules import Rule
 from fastps.graph.weights import Targets
 from fastps.ops.neighbors import start_neighbor_allreduce
-from fastps.session.current import current
+from fastps.session.current import check_not_elastic, current
 from fastps.types import DType, Op
 from fastps.worker.handle import Array, Handle, Waitable
 
@@ -505,6 +505,7 @@ def adopt(
         raise ValueError(
             f"num_steps_per_communication must be >= 1, got {num_steps_per_communication}"
         )
+    check_not_elastic(f"{algorithm.__name__} with neighbors", "use DistributedOptimizer")
     unwrapped.stop(current())
     models, kind = _list(model), type(optimizer)
     _parameters_of(optimizer, models)  # raises before anything is changed

@@ -41,6 +41,10 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
     raises TypeError for a sparse gradient, and ConfigError under torch's "python_reducer", which
     has no buckets.
     """
+    if current.is_initialized():
+        current.check_not_elastic(
+            "torch's DistributedDataParallel", "use fastps.torch.DistributedDataParallel"
+        )
     completer, timeout_s = Completer(), load({}).op_timeout_s
     compressor = compressor_of(compression)
     options = {"compression": compressor.choice} if isinstance(compressor, WireCodec) else {}

@@ -286,7 +286,8 @@ class DistributedDataParallel(torch.nn.Module):
         )
         self._prefix = prefix
         self._process_set = process_set
-        self._buffer_sync = BufferSync(module, prefix, process_set)
+        self._buffers_kind = _buffers_kind()
+        self._buffer_sync = self._buffers_kind(module, prefix, process_set)
         named: list[tuple[str, torch.Tensor]] = list(module.named_parameters())
         self._exchange.watch([p for _, p in named], [name for name, _ in named])
         if self._exchange.can_lay_out:
@@ -305,7 +306,9 @@ class DistributedDataParallel(torch.nn.Module):
             self._exchange.check_ended()
             self._exchange.check_in_charge()
             if not self._snapshot.are_same():
-                self._buffer_sync = BufferSync(self.module, self._prefix, self._process_set)
+                self._buffer_sync = self._buffers_kind(
+                    self.module, self._prefix, self._process_set
+                )
             if self.broadcast_buffers and self.training:
                 self._buffer_sync.synchronize()
         outputs = self.module(*inputs, **options)
@@ -377,6 +380,15 @@ def _next_prefix(process_set: ProcessSet) -> str:
     counts = _instances.setdefault(current.current(), Counter())
     counts[process_set] += 1
     return f"DDP{counts[process_set] - 1}."
+
+
+def _buffers_kind() -> type[BufferSync]:
+    """Return the class that copies buffers; another in an elastic job."""
+    if not hasattr(current.current(), "scope"):
+        return BufferSync
+    from fastps.frameworks.torch.gradients.elastic_step import ElasticBuffers  # noqa: PLC0415
+
+    return ElasticBuffers
 
 
 def _check_kinds(module: torch.nn.Module) -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from fastps.errors import ConfigError
 from fastps.frameworks.torch.gradients.buckets import (
     Bucket,
     FlatBucket,
@@ -26,8 +25,10 @@ from fastps.frameworks.torch.gradients.buckets import (
     slots_of,
 )
 from fastps.frameworks.torch.gradients.exchange import GradientExchange
+from fastps.frameworks.torch.gradients.module_buffers import BufferSync
 from fastps.frameworks.torch.ops.tensors import Array, make_room, tensor_over
 from fastps.session import current
+from fastps.session.elastic import RootLostError
 from fastps.session.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -39,11 +40,6 @@ if TYPE_CHECKING:
 _address_of = torch.Tensor.data_ptr
 
 E = TypeVar("E", bound=GradientExchange)
-
-_SPARSE = (
-    "sparse gradients travel by all-gather, which an elastic job cannot make again after a loss: "
-    "pass sparse_as_dense=True, or unset FASTPS_ELASTIC_MIN"
-)
 
 
 class TwoSidedBucket(FlatBucket):
@@ -124,11 +120,7 @@ class ElasticStep(GradientExchange):
 
     def __init__(self, *, process_set: ProcessSet = global_process_set, **options: Any) -> None:
         if process_set is not global_process_set:
-            raise ConfigError(
-                f"gradients within {process_set} cannot be averaged in an elastic job, whose "
-                "process sets end with each lost worker: leave process_set= out, or unset "
-                "FASTPS_ELASTIC_MIN"
-            )
+            current.check_not_elastic("process_set=", "leave it out")
         super().__init__(**options)
 
     def wait(self) -> None:
@@ -167,10 +159,28 @@ class ElasticStep(GradientExchange):
     def _agree_on_sparse(self) -> None:
         super()._agree_on_sparse()
         if self._sparse:
-            raise ConfigError(_SPARSE)
+            current.check_not_elastic("sparse gradients as rows", "pass sparse_as_dense=True")
 
 
 @functools.cache
 def elastic_kind(kind: type[E]) -> type[E]:
     """Return the class of an exchange in an elastic job."""
     return type(f"Elastic{kind.__name__}", (ElasticStep, kind), {})
+
+
+class ElasticBuffers(BufferSync):
+    """Buffers that are copied from the first worker that is left."""
+
+    def _copy(self, session: Session, root_rank: int, tensors: list[torch.Tensor]) -> bool:
+        """Fill the slots with the root's buffers; from the next worker if the root is lost.
+
+        Who is first may change at any moment. So each worker fills its slots, and takes what they
+        hold in the end; a lost root leaves only slots half written.
+        """
+        while True:
+            torch._foreach_copy_(self._slots, tensors)
+            try:
+                super()._copy(session, root_rank, tensors)
+            except RootLostError:
+                continue
+            return True

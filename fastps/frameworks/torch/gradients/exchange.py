@@ -611,7 +611,7 @@ class GradientExchange:
 
 def kind_of(kind: type[E]) -> type[E]:
     """Return the class to use for an exchange: in an elastic job, one whose steps are units."""
-    if getattr(current.current(), "scope", None) is None:
+    if not hasattr(current.current(), "scope"):
         return kind
     from fastps.frameworks.torch.gradients.elastic_step import elastic_kind  # noqa: PLC0415
 

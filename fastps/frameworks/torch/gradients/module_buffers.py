@@ -100,14 +100,18 @@ class BufferSync:
         if not self._slots:
             self._make_slots(session, tensors)
         with torch.no_grad():
-            if session.rank == root_rank:
-                torch._foreach_copy_(self._slots, tensors)
-            if self._process_set is global_process_set:
-                session.broadcast_async(self._array, root_rank, self._label).wait()
-            else:
-                self._process_set.group().broadcast(self._array, root=0, name=self._name).wait()
-            if session.rank != root_rank:
+            if self._copy(session, root_rank, tensors):
                 self._take([owner for owner, _, _ in found], tensors)
+
+    def _copy(self, session: Session, root_rank: int, tensors: list[torch.Tensor]) -> bool:
+        """Fill the slots with the root's buffers; return whether those may be others."""
+        if session.rank == root_rank:
+            torch._foreach_copy_(self._slots, tensors)
+        if self._process_set is global_process_set:
+            session.broadcast_async(self._array, root_rank, self._label).wait()
+        else:
+            self._process_set.group().broadcast(self._array, root=0, name=self._name).wait()
+        return session.rank != root_rank
 
     def _current_buffers(self) -> list[_Buffer]:
         """Return the present buffers, with their owners and names."""
@@ -119,7 +123,7 @@ class BufferSync:
         if session.size == 1:
             return
         prints = exchange_prints(self._print, f"{self._comparison}.layout", self._process_set)
-        if any(one != prints[session.rank] for one in prints.values()):
+        if len({tuple(one) for one in prints.values()}) > 1:
             self.check_alike()
 
     def _make_slots(self, session: Session, tensors: list[torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fastps.frameworks.torch.ops.tensors import view_of
+from fastps.session.current import check_not_elastic, is_initialized
 from fastps.session.process_sets import ProcessSet, global_process_set
 
 _LABEL = "SyncBatchNorm"
@@ -43,6 +44,8 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, dtype=dtype)
         self.process_set = process_set
+        if is_initialized():
+            check_not_elastic("SyncBatchNorm", "use torch.nn.BatchNorm")
 
     def _check_input_dim(self, x: torch.Tensor) -> None:
         if x.dim() < 2:

@@ -87,9 +87,12 @@ def DistributedOptimizer(
     named = synchronous.named(optimizer, named_parameters)
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
         return held.adopt(optimizer, named[0], staleness, prefix, delay_compensation)
+    if process_set is not global_process_set:
+        current.check_not_elastic("process_set=", "leave it out")
     if process_set is not global_process_set and not checked_set(process_set).included():
         return adopt(optimizer, OutsideOptimizer, "Outside")
     if op is Op.ADASUM:
+        current.check_not_elastic("op=Adasum", "use op=Average")
         return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
     options: dict[str, Any] = {
         "compression": compression, "op": op, "prefix": prefix, "bucket_bytes": bucket_bytes,
