@@ -308,18 +308,35 @@ class ElasticSession(Session):
         start = super().broadcast_async
 
         def begin(places: Sequence[int]) -> OperationHandle:
-            rank = self._rank_of(root)
-            if rank is None:
-                raise RootLostError(
-                    f"tensor {names[0]!r} cannot be broadcast: its root, worker {root_rank} of an "
-                    "earlier view, is lost; broadcast from another worker"
-                )
+            rank = self._root_now(root, f"tensor {names[0]!r}")
             some = [arrays[i] for i in places], [names[i] for i in places]
             return start(some[0], rank, some[1], dtype=dtype)
 
         return self._started(
             ElasticHandle(self, names, arrays, arrays, begin, is_single=isinstance(name, str))
         )
+
+    def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
+        """Return the root's object on all workers; see Session.broadcast_object(). Blocks."""
+        root = self._identity(self._checked_root(root_rank))
+        found: list[Any] = []
+        start = super().broadcast_object
+
+        def meet() -> None:
+            found.append(start(obj, self._root_now(root, f"object {name!r}"), name))
+
+        self._in_a_view(meet)
+        return found[0]
+
+    def _root_now(self, root: tuple[str, int], what: str) -> int:
+        """Return the rank in this view of a root; RootLostError if it is lost."""
+        rank = self._rank_of(root)
+        if rank is None:
+            raise RootLostError(
+                f"{what} cannot be broadcast: its root, pid {root[1]} on {root[0]}, is lost; "
+                "broadcast from another worker"
+            )
+        return rank
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker of the view has come here; see Session.barrier()."""

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -119,3 +120,125 @@ def codec_of(name: str) -> Any:
         return fps.Compression.wdmom(fps.Compression.onebit(), mu=0.5, wd=0.01, threshold=0)
     kind, _, option = name.partition(":")
     return getattr(fps.Compression, kind)(*([float(option)] if option else []))
+
+
+def refuse() -> dict[str, str]:
+    """Use what an elastic job does not support; return what each said."""
+    fps.init(elastic=fps.Elastic(min=1))
+    model = torch.nn.Linear(3, 2)
+    embedding = torch.nn.Embedding(5, 2, sparse=True)
+
+    def plain() -> Any:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def sparse() -> None:
+        found = fps.DistributedOptimizer(
+            torch.optim.SGD(embedding.parameters(), lr=1.0), prefix="sparse."
+        )
+        embedding(torch.tensor([1, 2])).sum().backward()
+        found.step()
+
+    some = fps.ProcessSet([0, 1])
+    calls: dict[str, Callable[[], object]] = {
+        "Adasum": lambda: fps.DistributedOptimizer(plain(), op=fps.Adasum),
+        "process_set": lambda: fps.DistributedOptimizer(plain(), process_set=some),
+        "ddp": lambda: fps.DistributedDataParallel(model, process_set=some),
+        "batchnorm": lambda: fps.SyncBatchNorm(3),
+        "join": fps.join,
+        "neighbors": lambda: fps.DistributedAdaptWithCombineOptimizer(plain(), model),
+        "comm_hook": fps.comm_hook,
+        "asynchronous": lambda: fps.DistributedOptimizer(plain(), asynchronous=True),
+        "participation": lambda: fps.LocalSGD(model, plain(), sync_every=2, participation=0.5),
+        "servers": lambda: fps.LocalSGD(model, plain(), sync_every=2, deadline_s=1.0),
+        "sparse": sparse,
+    }
+    said = {}
+    for what, call in calls.items():
+        try:
+            call()
+        except (fps.ConfigError, TypeError, ValueError) as error:
+            said[what] = f"{type(error).__name__}: {error}"
+    fps.shutdown()
+    return said
+
+
+def local_steps(*, steps: int = 40) -> dict[str, Any]:
+    """Train with local steps; return a hash of the agreed model after each exchange."""
+    me = int(os.environ["FASTPS_RANK"])
+    told: list[str] = []
+    fps.init(elastic=fps.Elastic(min=1, on_view=lambda view: told.append(str(view))))
+    torch.manual_seed(me)
+    model = Model()
+    local = fps.LocalSGD(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), sync_every=2, average_buffers=False
+    )
+    mark("READY")
+    hashes = []
+    for step in range(steps):
+        local.inner.zero_grad()
+        model(number_of(me, step)).backward()
+        local.step()
+        if step % 2:
+            hashes.append(hash_of(model))
+        mark("STEP", step)
+    fps.shutdown()
+    return {"hashes": hashes, "views": told, "steps": steps // 2}
+
+
+def broadcasts(*, root: int) -> dict[str, Any]:
+    """Broadcast parameters and the state of an optimizer, again from another where one is lost."""
+    me = int(os.environ["FASTPS_RANK"])
+    told: list[str] = []
+    fps.init(elastic=fps.Elastic(min=1, on_view=lambda view: told.append(str(view))))
+    mark("READY")
+    found, errors = [], []
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    for step in range(12):
+        with torch.no_grad():
+            for weight in model.weights:
+                weight.fill_(100 * me + step)
+                optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, float(me))
+        calls: list[Callable[[], object]] = [
+            lambda: fps.broadcast_parameters(model.state_dict(), root_rank=root),
+            lambda: fps.broadcast_optimizer_state(optimizer, root_rank=root),
+        ]
+        while calls:
+            try:
+                calls[0]()
+                calls.pop(0)
+            except fps.PeerLostError as error:
+                errors.append(str(error))
+        kept = [optimizer.state[weight]["momentum_buffer"] for weight in model.weights]
+        assert all(len(one.unique()) == 1 for one in (*model.weights, *kept))
+        found.append([model.weights[-1].detach()[0, 0].item(), kept[-1][0, 0].item()])
+    fps.shutdown()
+    return {"found": found, "errors": errors}
+
+
+def c10d(*, steps: int = 60) -> dict[str, Any]:
+    """Reduce by torch.distributed; after a loss make the group anew, and go on."""
+    from torch import distributed as dist  # noqa: PLC0415
+
+    me = int(os.environ["FASTPS_RANK"])
+    fps.init(elastic=fps.Elastic(min=1))
+    dist.init_process_group("fastps")
+    mark("READY")
+    sums, errors = [], []
+    while len(sums) < steps:
+        try:
+            tensor = torch.full((2000,), float(1 << me))
+            dist.all_reduce(tensor)
+            count = torch.tensor([float(len(sums) + 1)])
+            dist.all_reduce(count, op=dist.ReduceOp.MIN)  # who may be one step behind
+        except fps.PeerLostError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            dist.destroy_process_group()
+            dist.init_process_group("fastps")
+            continue
+        assert len(tensor.unique()) == 1
+        sums = [*sums[: int(count) - 1], float(tensor[0])]
+        mark("STEP", len(sums))
+    dist.destroy_process_group()
+    fps.shutdown()
+    return {"sums": sums, "errors": errors}

@@ -159,3 +159,49 @@ def test_workers_die_at_random(layout, kind, seed):
         results = results_of(job, *victims)
     check(results, steps=60)
     check_sums(results, workers=4)
+
+
+def test_what_needs_members_that_stay_is_refused_with_a_cure():
+    with Job(programs.refuse, workers=2, servers=0, environment=LAYOUTS["shared"][0]) as job:
+        for worker in job.workers:
+            said = worker.result()
+            assert len(said) == 11, sorted(said)
+            for what, text in said.items():
+                assert text.startswith("ConfigError"), (what, text)
+                assert "FASTPS_ELASTIC_MIN" in text or "--min" in text, (what, text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [("shared", "local_arrive@20"), ("sockets", "link_recv@110"), ("apart", "worker_start@20")],
+)
+def test_local_steps_go_on(layout, fault):
+    environment, servers = LAYOUTS[layout]
+    each = {("worker", 1): {"FASTPS_FAULT": f"{fault}:kill"}}
+    with Job(
+        programs.local_steps, workers=3, servers=servers, environment=environment, each=each
+    ) as job:  # fmt: skip
+        check(results_of(job, 1), steps=20)
+
+
+@pytest.mark.parametrize(("victim", "root"), [(2, 0), (0, 1), (0, 0)])
+def test_parameters_and_states_are_broadcast_past_a_loss(victim, root):
+    each = {("worker", victim): {"FASTPS_FAULT": "local_arrive@30:kill"}}
+    with Job(
+        programs.broadcasts, workers=3, servers=0, environment=LAYOUTS["shared"][0], each=each,
+        arguments={"root": root},
+    ) as job:  # fmt: skip
+        results = results_of(job, victim)
+    first, second = results.values()
+    assert first["found"] == second["found"]
+
+
+def test_torch_distributed_names_the_lost_worker_and_can_begin_anew():
+    with Job(programs.c10d, workers=3, servers=0, environment=LAYOUTS["shared"][0]) as job:
+        job.workers[1].wait_line("STEP 20")
+        job.workers[1].send(signal.SIGKILL)
+        results = results_of(job, 1)
+    for result in results.values():
+        assert result["sums"][0] == 7.0
+        assert result["sums"][-1] == 5.0
+        assert result["errors"]
