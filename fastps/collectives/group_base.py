@@ -26,6 +26,7 @@ from fastps.errors import (
     ShutdownError,
     Status,
     TransportError,
+    ViewChangedError,
 )
 from fastps.types import DType, ReduceOp, dtype_of
 from fastps.worker.handle import Array, Handle, OperationHandle
@@ -165,14 +166,13 @@ class GroupBase:
         """Let the engine begin; array, out: buffers or None."""
         try:
             if not kind.program.is_linked:
+                if self.is_removed:  # whose ranks may be nobody's now
+                    raise self._host.removed(label)
                 self._host.reach(kind.program.peers)
                 kind.program.is_linked = True
             with self.gate:
                 if self.is_removed:
-                    raise ValueError(
-                        f"{label}: its process set was removed; call add_process_set() again on "
-                        "all workers"
-                    )
+                    raise self._host.removed(label)
                 operation = self._host.exchange.start(
                     kind.program, channel, name=label, input=array, output=out,
                     itemsize=kind.itemsize, rule=kind.address, dtype=kind.dtype, code=kind.code,
@@ -180,6 +180,8 @@ class GroupBase:
                 )  # fmt: skip
             operation.group = self
             return operation
+        except ViewChangedError:
+            raise
         except (TransportError, ProtocolError, ShutdownError) as error:
             raise self._host.ended(label, error) from None
 

@@ -70,5 +70,8 @@ class GroupContext(Protocol):
     def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation that members do not mean alike; asks all of them."""
 
+    def removed(self, name: str) -> Exception:
+        """Word the error of an operation of members that are none any more."""
+
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""

@@ -572,7 +572,8 @@ class ElasticSession(Session):
         what = failure.tensor if failure.is_operation else f"tensor {failure.tensor!r}"
         return ViewChangedError(
             f"{what}: {lost}; the job goes on without it: call the "
-            "operation again on all workers"
+            "operation again on all workers. Make process sets anew before, and the groups of "
+            "torch.distributed by destroy_process_group() and init_process_group()"
         )
 
     def _on_event(self, event: Event) -> None:
@@ -636,6 +637,8 @@ class ElasticSession(Session):
         began = time.monotonic()
         invalidate_call_cache()
         if self._groups is not None:
+            lost = "" if self._news is None else str(self._news.lost)
+            self._groups.end_view(lost or "a member is lost")
             with contextlib.suppress(FastPSError):
                 self._groups.close()
         self.connections.end_view()

@@ -29,6 +29,7 @@ from fastps.errors import (
     StallError,
     Status,
     TransportError,
+    ViewChangedError,
 )
 from fastps.graph.neighbors import Neighbors
 from fastps.session.stall_watch import pending_operation
@@ -64,7 +65,7 @@ class Groups:
         goes_on = session.config.goes_on
         group = self._make(self._everybody(), "neighbors") if goes_on else self._world
         self.neighbors = Neighbors(group, self.pair, living=self.living, goes_on=goes_on)
-        self._n_sets = 0
+        self._n_sets, self._lost = 0, ""
         self._pairs: dict[int, Group] = {}
         self._windows: WindowTable | None = None
         self._agreed: dict[str, Agreed] = {}
@@ -344,6 +345,24 @@ class Groups:
     def differing(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation that members do not mean alike; asks all of them."""
         return self._differences.explain(group, name, channel, number)
+
+    def end_view(self, lost: str) -> None:
+        """Let no operation begin any more: some member is lost, and ranks become others."""
+        self._lost = lost
+        for group in list(self.known.values()):
+            group.is_removed = True
+
+    def removed(self, name: str) -> Exception:
+        """Word the error of an operation of members that are none any more."""
+        if not self._lost:
+            return ValueError(
+                f"{name}: its process set was removed; call add_process_set() again on all workers"
+            )
+        return ViewChangedError(
+            f"{name}: {self._lost}; the job goes on without it in other groups: call "
+            "add_process_set() again on all workers, and with torch.distributed "
+            "destroy_process_group() and init_process_group()"
+        )
 
     def ended(self, name: str, error: FastPSError) -> FastPSError:
         """Word the error of an operation that could not begin, since the job has ended."""

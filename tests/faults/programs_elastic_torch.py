@@ -233,6 +233,11 @@ def c10d(*, steps: int = 60) -> dict[str, Any]:
             dist.all_reduce(count, op=dist.ReduceOp.MIN)  # who may be one step behind
         except fps.PeerLostError as error:
             errors.append(f"{type(error).__name__}: {error}")
+            time.sleep(0.2)  # until the view has ended: the group is of no use any more
+            try:
+                dist.all_reduce(torch.ones(3))
+            except fps.ViewChangedError as later:
+                errors.append(str(later))
             dist.destroy_process_group()
             dist.init_process_group("fastps")
             continue

@@ -204,4 +204,8 @@ def test_torch_distributed_names_the_lost_worker_and_can_begin_anew():
     for result in results.values():
         assert result["sums"][0] == 7.0
         assert result["sums"][-1] == 5.0
-        assert result["errors"]
+        first, later = result["errors"]
+        assert first.startswith("ViewChangedError")
+        for text in (first, later):
+            assert "worker 1 (" in text
+            assert "destroy_process_group()" in text
