@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import programs_elastic_torch as programs
 import pytest
 import torch
+from harness import clean_environ
 from job import Job
 from test_elastic import LAYOUTS, results_of
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 24
 
 
@@ -159,6 +165,28 @@ def test_workers_die_at_random(layout, kind, seed):
         results = results_of(job, *victims)
     check(results, steps=60)
     check_sums(results, workers=4)
+
+
+def test_the_example_goes_on_when_a_worker_is_killed():
+    words = ["fastps-run", "-n", "3", "--min", "1", "python", "examples/elastic_torch.py"]
+    assert " ".join(words) in (ROOT / words[-1]).read_text()
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env=clean_environ(), cwd=ROOT
+    ) as job:
+        assert job.stdout is not None
+        said = ""
+        while "step 50: worker 0" not in said:
+            said += (line := job.stdout.readline())
+            assert line, said
+        found = re.search(r"worker 1 of 3 has pid (\d+)", said)
+        assert found, said
+        os.kill(int(found[1]), signal.SIGKILL)
+        said += job.stdout.read()
+    assert job.returncode == 0, said
+    assert said.count("view 2: worker 1 (") >= 2, said
+    sums = re.findall(r"worker \d of 2 ends with weights of sum (\S+)", said)
+    assert len(sums) == 2, said
+    assert sums[0] == sums[1], said
 
 
 def test_what_needs_members_that_stay_is_refused_with_a_cure():
