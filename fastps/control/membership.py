@@ -684,7 +684,7 @@ class Membership:
     def _can_change_view(self, member: Peer) -> bool:
         """Return whether the job goes on in a new view without a member."""
         left = [item for item in self._programs() if item is not member and item.is_staying]
-        is_in = self._is_changing or (member.is_working and self.phase is Phase.RUNNING)
+        is_in = self._is_changing or (member.has_started and self.phase is Phase.RUNNING)
         return is_in and 0 < self._config.elastic_min <= len(left)
 
     def _change_view(self, member: Peer, cause: str, now: float) -> None:

@@ -93,6 +93,24 @@ class TestLoss:
         assert len(job.members) == 4
         assert len(job.owners) == 1
 
+    def test_a_server_that_leaves_in_order_is_lost_too(self):
+        driver = elastic(servers=2)
+        workers, (first, second) = driver.start()
+        number = driver.leave(first)
+        assert Done(number) in driver.sent[first]
+        come(driver, *workers, second)
+        assert job_of(driver, workers[0]).generation == 2
+        assert len(job_of(driver, workers[0]).owners) == 1
+
+    def test_a_worker_may_be_lost_while_it_leaves(self):
+        driver = elastic(servers=0)
+        driver.is_apart = True  # so it waits for the others, which need the server in it
+        (a, b, c), _ = driver.start()
+        driver.leave(b)
+        driver.die(b)
+        come(driver, a, c)
+        assert job_of(driver, a).n_workers == 2
+
     def test_below_the_least_number_the_job_ends(self):
         driver = elastic(3)
         (a, b, c), _ = driver.start()
