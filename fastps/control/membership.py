@@ -651,6 +651,8 @@ class Membership:
         log.log(level, "%s is lost: %s", member.full_name, cause)
         if self._can_change_view(member):
             self._change_view(member, cause, now)
+        elif self._is_last(member):
+            pass  # all others have what they came for: the job ends in order
         elif member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._announce_loss(member, cause)
         elif self._is_changing:
@@ -686,6 +688,13 @@ class Membership:
         left = [item for item in self._programs() if item is not member and item.is_staying]
         is_in = self._is_changing or (member.has_started and self.phase is Phase.RUNNING)
         return is_in and 0 < self._config.elastic_min <= len(left)
+
+    def _is_last(self, member: Peer) -> bool:
+        """Return whether all other workers of an elastic job left in order, and are enough."""
+        others = [item for item in self._programs() if item is not member and item.is_staying]
+        is_elastic = 0 < self._config.elastic_min < self._view.n_programs
+        is_in = member.is_worker and member.has_started and self.phase is Phase.RUNNING
+        return is_elastic and is_in and not others
 
     def _change_view(self, member: Peer, cause: str, now: float) -> None:
         """Begin the next view, which all others shall await; what they asked has failed."""

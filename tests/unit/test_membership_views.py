@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from control_driver import Driver, make_spec
 
 from fastps.control.membership import Phase
@@ -110,6 +111,31 @@ class TestLoss:
         driver.die(b)
         come(driver, a, c)
         assert job_of(driver, a).n_workers == 2
+
+    @pytest.mark.parametrize("is_leaving", [False, True])
+    @pytest.mark.parametrize("is_apart", [False, True])
+    def test_the_job_ends_in_order_when_the_last_is_lost(self, is_leaving, is_apart):
+        driver = elastic(2, servers=int(not is_apart))
+        driver.is_apart = is_apart  # then who has left waits until no server is needed
+        workers, _ = driver.start()
+        asked = [driver.leave(peer) for peer in workers[: 2 + is_leaving]]
+        driver.die(workers[2])
+        for peer, number in zip(workers[:2], asked, strict=False):
+            assert Done(number) in driver.sent[peer]
+            assert not driver.events(peer, PeerLost)
+        for _ in range(4):
+            driver.keep_alive()
+            driver.advance(100.0)
+        assert driver.finish is not None
+        assert driver.finish.code == 0
+
+    def test_the_last_is_missed_where_too_few_left_in_order(self):
+        driver = elastic(3)
+        workers, _ = driver.start()
+        for peer in workers[:2]:
+            driver.leave(peer)
+        driver.die(workers[2])
+        assert driver.machine.first_cause is not None
 
     def test_below_the_least_number_the_job_ends(self):
         driver = elastic(3)
