@@ -15,8 +15,9 @@ from tools.chaos import report
 from tools.chaos.events import STEPS, Event, draw, plan, victims_of
 from tools.chaos.gradients import first_model
 from tools.chaos.history import Replay
-from tools.chaos.judge import Seen, expectation, judge
+from tools.chaos.judge import expectation, judge
 from tools.chaos.layouts import LAYOUTS
+from tools.chaos.seen import Seen
 
 MEMORY = LAYOUTS["memory"]
 KILL = Event(3, "memory", "kill", "worker", 1, "running", 4)
@@ -28,14 +29,14 @@ def seen(*, steps=(5, 5, 5), text=TEXT, kind="PeerLostError", after_s=0.1, code=
          errors=(0, 2), event_at=50.0, ended_at=52.0, **more):  # fmt: skip
     """Make what a driver sees of a job whose worker 1 is killed after step 4."""
     replay = Replay(3, has_fractions=True)
-    hashes = [replay.add([0, 1, 2]) for _ in range(max(steps))]
+    hashes = [replay.add([[0, 1, 2]] * 3) for _ in range(max(steps))]
     records = []
     for rank, count in enumerate(steps):
         own = {"member": f"{rank}:9", "rank": rank}
         records += [own | {"what": "begin", "at": 0.0}, own | {"what": "joined", "at": 1.0}]
         records += [
             own | {"what": "step", "at": 2.0 + step, "step": step, "hash": hashes[step],
-                   "who": [0, 1, 2]}
+                   "who": [[0, 1, 2]] * 3}
             for step in range(count)
         ]  # fmt: skip
         if rank in errors:
@@ -103,19 +104,66 @@ def test_survivors_must_agree_about_the_first_of_two():
     assert "survivors blame different members" in finding.text
 
 
-def test_an_elastic_job_must_go_on():
-    one = seen(steps=(STEPS, 5, STEPS), errors=(), code=0)
+def gone_on(
+    *, steps=(STEPS, 5, STEPS), views=(2,), cause="worker 1 (h, pid 9) is lost: it", **more
+):
+    """Make what a driver sees of an elastic job that goes on without worker 1."""
+    one = seen(steps=steps, errors=(), code=0, event_at=6.5, **more)
     replay = Replay(3, has_fractions=True)
     for step in range(STEPS):
-        who = [0, 1, 2] if step < 5 else [0, 2]
+        who = [[0, 1, 2] if step < 5 else [0, 2]] * 3
         found = replay.add(who)
         for record in one.records:
             if record.get("step") == step:
                 record |= {"hash": found, "who": who}
-    assert judge(KILL, MEMORY, one, is_elastic=True).findings == []
-    assert judge(KILL, MEMORY, one).findings  # a job of today must not
-    short = seen(steps=(STEPS - 1, 5, STEPS), errors=(), code=0)
-    assert "lost job" in [x.kind for x in judge(KILL, MEMORY, short, is_elastic=True).findings]
+    for rank in (0, 2):
+        own = {"member": f"{rank}:{rank}", "rank": rank}
+        one.records += [own | {"what": "view", "at": 6.7 + number, "number": number, "size": 2,
+                               "cause": cause, "seconds": 0.1} for number in views]  # fmt: skip
+        one.records += [own | {"what": "left", "at": 50.0}]
+    return one
+
+
+def test_an_elastic_job_must_go_on():
+    verdict = judge(KILL, MEMORY, gone_on(), least=1)
+    assert (verdict.findings, verdict.expected) == ([], "goes on")
+    assert verdict.detections == pytest.approx([2.5, 2.5])
+    assert verdict.news == pytest.approx([2.1, 2.1])
+    assert judge(KILL, MEMORY, gone_on()).findings  # other jobs must not
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({"steps": (STEPS - 1, 5, STEPS)}, ["lost job"]),
+        ({"views": (2, 3)}, ["more views"] * 2),
+        ({"cause": "worker 1 (h, pid 8) is lost"}, ["wrong blame"] * 2),
+        ({"left": ["process 7 (worker 0): python"]}, ["left behind"]),
+    ],
+)
+def test_what_is_wrong_with_an_elastic_job_is_found(wrong, found):
+    verdict = judge(KILL, MEMORY, gone_on(**wrong), least=1)
+    assert [one.kind for one in verdict.findings] == found
+
+
+def test_an_elastic_job_may_end_where_it_need_not_go_on():
+    one = seen()
+    assert "lost job" in [x.kind for x in judge(KILL, MEMORY, one, least=1).findings]
+    assert judge(KILL, MEMORY, one, least=3).findings == []  # too few are left
+    assert judge(replace(KILL, phase="start", step=0), MEMORY, one, least=1).findings == []
+    raises = seen(steps=(0, 0, 0, 0), errors=(0, 2, 3), kind="ViewChangedError")
+    assert judge(replace(KILL, layout="sets"), LAYOUTS["sets"], raises, least=1).findings == []
+
+
+def test_what_servers_hold_is_refused_in_an_elastic_job():
+    event, layout = replace(KILL, layout="local-sgd"), LAYOUTS["local-sgd"]
+    refused = seen(steps=(0, 0), errors=(0, 1), kind="ConfigError", code=1, event_at=None)
+    assert judge(event, layout, refused, least=1).findings == []
+    trained = seen(steps=(5, 0), errors=(), code=0, event_at=None)
+    for record in trained.records:
+        record["who"] = [[0, 1]] * 2
+    kinds = [one.kind for one in judge(event, layout, trained, least=1).findings]
+    assert {"not refused", "exit code"} <= set(kinds)
 
 
 def test_the_same_seed_draws_the_same_events_and_all_kinds_come():

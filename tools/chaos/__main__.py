@@ -43,9 +43,10 @@ from typing import Any
 from tools import netlab
 from tools.chaos import report
 from tools.chaos.events import Event, draw, plan
-from tools.chaos.judge import STALLED_S, Finding, Seen, Verdict, judge
+from tools.chaos.judge import STALLED_S, Finding, Verdict, judge
 from tools.chaos.layouts import LAYOUTS, Layout
 from tools.chaos.runner import LIMIT_S, Runner, die_with_parent, has_clocks, has_mounts, load_now
+from tools.chaos.seen import Seen
 
 HARD_LIMIT_S = 4 * LIMIT_S  # of a runner, which has deadlines itself
 FOLDER = "chaos-"  # then the driver's process id
@@ -64,8 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layouts", default="", help="names with commas between them (default: all)")
     add("--kinds", default="", help="only events whose name has one of these words: kill,stop")
     add("--jobs", type=int, default=3, help="jobs at a time (default 3: most of them wait)")
-    add("--elastic", type=int, metavar="MIN", help="call init(elastic=Elastic(min=MIN)), and "
-        "expect jobs to go on without lost workers")  # fmt: skip
+    add("--elastic", type=int, metavar="MIN", help="run elastic jobs, and expect them to go "
+        "on without lost members while MIN workers are left")  # fmt: skip
     add(
         "--only",
         action="append",
@@ -85,11 +86,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def row_of(
-    event: Event, seen: Seen, seconds: float, *, is_elastic: bool = False,
+    event: Event, seen: Seen, seconds: float, *, least: int | None = None,
     verdict: Verdict | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the line of the log about one event, judged unless there is a verdict."""
-    verdict = verdict or judge(event, LAYOUTS[event.layout], seen, is_elastic=is_elastic)
+    verdict = verdict or judge(event, LAYOUTS[event.layout], seen, least=least)
     return {
         "event": event.to_json(), "name": event.name, "words": event.words(),
         "seconds": round(seconds, 2), "verdict": verdict.to_json(), "load": seen.load,
@@ -97,11 +98,11 @@ def row_of(
     }  # fmt: skip
 
 
-def judged_again(log: Path, *, is_elastic: bool) -> list[dict[str, Any]]:
+def judged_again(log: Path, *, least: int | None) -> list[dict[str, Any]]:
     """Judge the events of a log by the rules of today."""
     rows = [json.loads(line) for line in log.read_text().splitlines()]
     return [
-        row_of(Event(**row["event"]), Seen(**row["seen"]), row["seconds"], is_elastic=is_elastic)
+        row_of(Event(**row["event"]), Seen(**row["seen"]), row["seconds"], least=least)
         for row in rows if row["verdict"]["outcome"] != "driver failed"
     ]  # fmt: skip
 
@@ -171,7 +172,7 @@ class Run:
         result = folder / "result.json"
         if result.exists():
             seen = Seen(**json.loads(result.read_text()))
-            return row_of(event, seen, seconds, is_elastic=self._options.elastic is not None)
+            return row_of(event, seen, seconds, least=self._options.elastic)
         error = folder / "driver.error"
         text = error.read_text() if error.exists() else "the runner was killed at its limit"
         verdict = Verdict("", "driver failed", findings=[Finding("driver", text)])
@@ -206,8 +207,7 @@ def _enter(event: Event, layout: Layout, folder: Path, least: int | None) -> Non
     code = 1
     die_with_parent(signal.SIGTERM)  # which lets it clean up
     try:
-        elastic = None if least is None else {"min": least}
-        seen = Runner(event, layout, folder, elastic).run()
+        seen = Runner(event, layout, folder, least).run()
         (folder / "result.part").write_text(json.dumps(vars(seen)))
         (folder / "result.part").rename(folder / "result.json")
         code = 0
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     options = make_parser().parse_args(arguments)
     if options.judge:
-        return show(judged_again(options.judge, is_elastic=options.elastic is not None))
+        return show(judged_again(options.judge, least=options.elastic))
     events, lacks = choose(options)
     for lack in lacks:
         print(f"left out: {lack}")

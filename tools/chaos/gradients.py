@@ -3,9 +3,9 @@
 
 Decides the numbers of the training program (program.py) and of its reference (history.py). Every
 value is a small even integer, so that float32 sums, and halves of them, are exact in any order,
-and in float16 too. The first element is 2 ** (rank + 1): the first element of a sum is a bit mask
-of its contributors. One more tensor has fractions, whose float32 sum depends on the order: sums
-that are made in rank order must have the bits of `ordered_sum`. Pure.
+and in float16 too. One more tensor has fractions, whose float32 sum depends on the order: sums
+that are made in rank order must have the bits of `ordered_sum`. The first element of each tensor
+is 2 ** (rank + 1): the first element of a sum is a bit mask of its contributors. Pure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def gradient(seed: int, step: int, rank: int) -> list[Floats]:
 def fractions(seed: int, step: int, rank: int) -> Floats:
     """Return the tensor of one worker in one step whose sum depends on the order."""
     chance = np.random.Generator(np.random.Philox(key=[seed, step << 16 | rank | 1 << 15]))
-    return chance.standard_normal(ORDERED).astype(np.float32) * 10 ** (rank % 5)
+    array = chance.standard_normal(ORDERED).astype(np.float32) * 10 ** (rank % 5)
+    array[0] = 2.0 ** (rank + 1)
+    return array
 
 
 def contributors(total: Floats) -> list[int]:

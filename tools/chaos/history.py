@@ -5,20 +5,20 @@ Decides whether a history can be believed; knows neither processes nor time limi
 the list of records (dictionaries) of all workers. `check` returns one sentence for each rule that
 is broken:
 
-- a worker finishes consecutive steps: none is lost, and none comes twice. Its first step is 0, or
-  the one that its record "joined" names ("from"), for workers that join a running job
+- a worker finishes consecutive steps from 0 on: none is lost, and none comes twice
 - all workers together finish every step from 0 to the last
 - all that finish a step have the same parameters, bit for bit, and the same contributors
-- the parameters are those of a replay in NumPy of the log of contributors
-- a step is finished in one epoch, epochs never decrease, and one epoch has one view
-- a contributor belongs to the view, and a worker that finishes a step contributed to it
-- in a job that ends with its first loss, every worker contributes to every step
+- the parameters are those of a replay in NumPy of the contributors of each tensor
+- views are counted without gaps, and one number is one view: the same size and cause on all
+- a worker that finishes a step contributed to all its sums; who is lost contributes no more
+- a sum has as many contributors as a view in which its step was under way has workers
+- in a job that ends with its first loss, every worker contributes to every sum
 - a source is overwritten only after its step was finished
 
-Fields of a record: member ("RANK:PID", one incarnation), rank, what, at (seconds). A "step" also
-has step, hash, who (contributors, decoded from the sum itself), order (of contributors, as a log
-of the library has it, or null), epoch and view (a list of ranks; both may be null). An "error" has
-step, type, text and is_source_kept.
+Fields of a record: member ("RANK:PID", RANK of the start), rank, what, at (seconds). A "step" also
+has step, hash, who (for each tensor its contributors, decoded from the sum itself), and, in an
+elastic job, most and least (the size of the view when it began, and when it was finished). A
+"view" has number, size, cause and seconds. An "error" has step, type, text and is_source_kept.
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class Replay:
         self._step = 0
         self._model: list[Floats] = first_model(has_fractions=has_fractions)
 
-    def add(self, ranks: Sequence[int]) -> str:
-        """Apply the next step of these contributors, in this order; return the hash."""
-        sums = total(self._seed, self._step, ranks)
-        if self._has_fractions:
-            sums.append(ordered_sum(self._seed, self._step, ranks))
-        for array, change in zip(self._model, sums, strict=True):
-            array -= change
+    def add(self, who: Sequence[Sequence[int]]) -> str:
+        """Apply the next step, with these contributors of each tensor; return the hash."""
+        sums = {tuple(ranks): total(self._seed, self._step, ranks) for ranks in who}
+        for place, (array, ranks) in enumerate(zip(self._model, who, strict=True)):
+            is_last = self._has_fractions and place == len(who) - 1
+            array -= (
+                ordered_sum(self._seed, self._step, ranks)
+                if is_last
+                else sums[tuple(ranks)][place]
+            )
         self._step += 1
         return digest(self._model)
 
@@ -61,16 +64,16 @@ def check(
     """Return the rules that a history breaks, as sentences.
 
     ranks: workers at the start. has_fractions: the model has the tensor whose sum depends on the
-    order. goes_on: workers may be lost or join; otherwise all contribute to every step.
+    order. goes_on: workers may be lost; otherwise all contribute to every sum.
     """
     ordered = sorted(records, key=lambda record: record["at"])
     steps = [record for record in ordered if record["what"] == "step"]
     broken = [
-        _consecutive(ordered),
+        _consecutive(steps),
         _complete(steps),
         _same(steps),
-        _epochs(steps),
-        _views(steps),
+        _views(ordered),
+        _contributors(steps),
         [] if goes_on else _everybody(steps, ranks),
         _sources(ordered),
     ]
@@ -81,13 +84,9 @@ def check(
 
 
 def _consecutive(records: Sequence[Record]) -> list[str]:
-    broken, wanted = [], {}
+    broken, wanted = [], dict[str, int]()
     for record in records:
         member = record["member"]
-        if record["what"] == "joined":
-            wanted[member] = record.get("from", 0)
-        if record["what"] != "step":
-            continue
         step, expected = record["step"], wanted.get(member, 0)
         if step != expected:
             how = "twice" if step < expected else "too early"
@@ -114,7 +113,7 @@ def _same(steps: Sequence[Record]) -> list[str]:
     for step, records in _by_step(steps).items():
         first = records[0]
         for other in records[1:]:
-            for what in ("hash", "who", "order"):
+            for what in ("hash", "who"):
                 if other.get(what) != first.get(what):
                     broken.append(
                         f"step {step}: worker {other['member']} has {what} {other.get(what)}, "
@@ -123,59 +122,51 @@ def _same(steps: Sequence[Record]) -> list[str]:
     return broken
 
 
-def _epochs(steps: Sequence[Record]) -> list[str]:
-    broken, last, highest = [], dict[str, int](), -1
-    for record in steps:
-        epoch, member = record.get("epoch"), record["member"]
-        if epoch is None:
+def _views(records: Sequence[Record]) -> list[str]:
+    broken, last, views = [], dict[str, int](), dict[int, tuple[Any, Record]]()
+    for record in records:
+        if record["what"] != "view":
             continue
-        if epoch < last.get(member, epoch):
+        number, member = record["number"], record["member"]
+        if number != last.get(member, 1) + 1:
+            broken.append(f"worker {member} came to view {number} after {last.get(member, 1)}")
+        last[member] = number
+        mine = record["size"], record["cause"]
+        seen, by = views.setdefault(number, (mine, record))
+        if seen != mine:
             broken.append(
-                f"worker {member} went back from epoch {last[member]} to {epoch} in step "
-                f"{record['step']}"
+                f"view {number} is {seen} on worker {by['member']}, and {mine} on worker {member}"
             )
-        last[member] = epoch
-    for step, records in _by_step(steps).items():
-        found = sorted({one["epoch"] for one in records if one.get("epoch") is not None})
-        if len(found) > 1:
-            broken.append(f"step {step} was finished in the epochs {found}")
-        if found and found[0] < highest:
-            broken.append(f"step {step} was finished in epoch {found[0]}, after {highest}")
-        highest = max(highest, *found) if found else highest
     return broken
 
 
-def _views(steps: Sequence[Record]) -> list[str]:
-    broken, views = [], dict[int, tuple[Any, Record]]()
-    for record in steps:
-        epoch, view, who = record.get("epoch"), record.get("view"), record["who"]
-        if epoch is not None:
-            seen, by = views.setdefault(epoch, (view, record))
-            if seen != view:
+def _contributors(steps: Sequence[Record]) -> list[str]:
+    broken, last = [], dict[int, set[int]]()
+    for step, records in _by_step(steps).items():
+        for record in records:
+            member, sums = record["member"], record["who"]
+            if not all(record["rank"] in who for who in sums):
+                broken.append(f"worker {member} finished step {step} without contributing")
+            least, most = record.get("least"), record.get("most")
+            if least and not all(least <= len(who) <= most for who in sums):
                 broken.append(
-                    f"epoch {epoch} has two views: {seen} of worker {by['member']}, and {view} of "
-                    f"worker {record['member']}"
+                    f"step {step}: worker {member} has sums of {sums} in views of {most} and "
+                    f"{least} workers"
                 )
-        if view is not None and not set(who) <= set(view):
-            broken.append(
-                f"step {record['step']}: contributors {who} are not all in the view {view}"
-            )
-        if record["rank"] not in who:
-            broken.append(
-                f"worker {record['member']} finished step {record['step']} without contributing"
-            )
-        if record.get("order") is not None and sorted(record["order"]) != sorted(who):
-            broken.append(
-                f"step {record['step']}: the log names {record['order']}, the sum has {who}"
-            )
+        for place, who in enumerate(records[0]["who"]):
+            if not set(who) <= last.get(place, set(who)):
+                broken.append(f"step {step}: {who} contributed to tensor {place}, after the sum "
+                              f"of {sorted(last[place])} alone")  # fmt: skip
+            last[place] = set(who)
     return broken
 
 
 def _everybody(steps: Sequence[Record], ranks: int) -> list[str]:
     return [
-        f"worker {record['member']} got a sum of {record['who']} in step {record['step']}, and no "
+        f"worker {record['member']} got sums of {record['who']} in step {record['step']}, and no "
         "error"
-        for record in steps if record["who"] != list(range(ranks))
+        for record in steps
+        if any(who != list(range(ranks)) for who in record["who"])
     ]  # fmt: skip
 
 
@@ -191,7 +182,7 @@ def _sources(records: Sequence[Record]) -> list[str]:
 def _replayed(steps: Sequence[Record], replay: Replay) -> list[str]:
     for step, records in _by_step(steps).items():
         record = records[0]
-        wanted = replay.add(record.get("order") or record["who"])
+        wanted = replay.add(record["who"])
         if record["hash"] != wanted:
             return [
                 f"step {step}: parameters differ from the replay (hash {record['hash']}, wanted "

@@ -3,25 +3,26 @@
 
 Decides from the event, the layout and what was observed. Two expectations: a job "ends" (each
 survivor ends with an error that names the culprit, in time, and the launcher's exit code and last
-line say the same), or an elastic job "goes on" (the survivors finish all steps).
+line say the same), or an elastic job "goes on" (going_on.py: the survivors finish all steps).
 """
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tools.chaos import history
+from tools.chaos import going_on, history
 from tools.chaos.events import CUTS, STEPS, Event
 from tools.chaos.layouts import LEASE_S, Layout
+from tools.chaos.seen import Seen
 
 SOON_S = 5.0  # between a death and the last error, as docs/failures.md promises
 END_S = 20.0  # between the last error and the end of all, with the grace of launchers
 STALLED_S = 0.5  # a driver that was so late was itself without a processor
-OURS = {"PeerLostError", "ShutdownError", "StallError", "TransportTimeout", "TransportError"}
+OURS = {"PeerLostError", "ShutdownError", "StallError", "TransportTimeout", "TransportError",
+        "ViewChangedError"}  # fmt: skip
 TORCHS = {"DistBackendError", "RuntimeError"}
 
 
@@ -34,43 +35,16 @@ class Finding:
 
 
 @dataclass
-class Seen:
-    """What the driver observed of one job; times are of CLOCK_MONOTONIC.
-
-    event_at: None where the event never happened. launchers: exit code (None: it never ended) and
-    stderr of each machine's launcher; without launchers, of each process by name. records: of all
-    workers. left: what remained afterwards. load: of the machine.
-    """
-
-    event_at: float | None = None
-    ended_at: float = 0.0
-    began_at: float = 0.0
-    launchers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    records: list[dict[str, Any]] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    is_hung: bool = False
-    load: dict[str, float] = field(default_factory=dict)
-
-    def of(self, rank: int, what: str) -> list[dict[str, Any]]:
-        """List the records of one kind of one worker."""
-        return [one for one in self.records if one["rank"] == rank and one["what"] == what]
-
-    @property
-    def spare_s(self) -> float:
-        """Return how much later than on an idle machine things may happen.
-
-        What the driver waited for a processor, ten times over: each of several processes may wait.
-        """
-        return 10 * self.load.get("driver_late_s", 0.0)
-
-
-@dataclass
 class Verdict:
-    """The result of one event; detections: seconds to each survivor's error or next step."""
+    """The result of one event.
+
+    detections: seconds to each survivor's error or next step; news: until it knew of the loss.
+    """
 
     expected: str
     outcome: str = ""
     detections: list[float] = field(default_factory=list)
+    news: list[float] = field(default_factory=list)
     blames: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -135,8 +109,11 @@ def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
     return re.compile("|".join(rf"\b{name}\b" for name in names))
 
 
-def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False) -> Verdict:
-    """Return what the job did about the event, with all that was wrong."""
+def judge(event: Event, layout: Layout, seen: Seen, *, least: int | None = None) -> Verdict:
+    """Return what the job did about the event, with all that was wrong.
+
+    least: how many workers an elastic job goes on with.
+    """
     expected = expectation(event) if seen.event_at is not None else "fine"
     if event.kind == "stop" and event.rank == 0 and layout.launcher == "torchrun":
         expected = "either"  # rank 0's process has the scheduler, which stops with it
@@ -144,8 +121,8 @@ def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False)
         expected = "fine"  # it takes orders from its launcher alone
     if expected == "lost" and _was_too_late(event, layout, seen):
         expected = "either"
-    if is_elastic and expected in ("lost", "either") and event.role == "worker":
-        expected = "goes on"
+    if least is not None and seen.event_at is not None:
+        expected = going_on.expectation(event, layout, least, seen, expected)
     if expected == "gone" and len(layout.machines) > 1:
         expected = "lost"
     verdict = Verdict(expected)
@@ -153,15 +130,19 @@ def judge(event: Event, layout: Layout, seen: Seen, *, is_elastic: bool = False)
     verdict.outcome = "hung" if seen.is_hung else "ended well" if has_ended_well else "failed"
     if seen.is_hung:
         still = [name for name, one in seen.launchers.items() if one["code"] is None]
-        verdict.add("hang", f"{', '.join(still)} did not end; {_last_words(seen)}")
+        verdict.add("hang", f"{', '.join(still)} did not end; {seen.last_words()}")
     for text in seen.left:
         verdict.add("left behind", text)
-    _check_history(layout, seen, verdict, is_elastic=is_elastic)
+    _check_history(layout, seen, verdict, is_elastic=least is not None)
     if seen.is_hung:
         return verdict
-    is_fine = expected in ("fine", "goes on") or (expected == "either" and has_ended_well)
-    if is_fine:
-        _check_fine(event, layout, seen, verdict, goes_on=expected == "goes on")
+    is_fine = expected == "fine" or (expected == "either" and has_ended_well)
+    if expected == "goes on":
+        _check_going_on(event, layout, seen, verdict)
+    elif least is not None and layout.elastic == "refused":
+        _check_refused(layout, seen, verdict)
+    elif is_fine:
+        _check_fine(event, layout, seen, verdict)
     elif expected != "gone" and not (event.role == "launcher" and event.kind == "term"):
         _check_errors(event, layout, seen, verdict)
         _check_report(event, layout, seen, verdict)
@@ -192,12 +173,9 @@ def _check_history(layout: Layout, seen: Seen, verdict: Verdict, *, is_elastic: 
         verdict.add("wrong result", text)
 
 
-def _check_fine(
-    event: Event, layout: Layout, seen: Seen, verdict: Verdict, *, goes_on: bool
-) -> None:
-    gone = dead_of(event, layout) if goes_on else set()
+def _check_fine(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
     for rank in range(layout.workers):
-        if ("worker", rank) in gone or (event.phase == "leaving" and event.rank == rank):
+        if event.phase == "leaving" and event.rank == rank:
             continue
         steps = seen.of(rank, "step")
         if len(steps) < STEPS:
@@ -206,11 +184,40 @@ def _check_fine(
         if seen.event_at is not None and event.role != "machine":
             later = [one["at"] for one in steps if one["at"] > seen.event_at]
             verdict.detections += [min(later) - seen.event_at] if later else []
-    if not goes_on and any(one["code"] != 0 for one in seen.launchers.values()):
+    if any(one["code"] != 0 for one in seen.launchers.values()):
         codes = {name: one["code"] for name, one in seen.launchers.items()}
         verdict.add(
-            "exit code", f"nothing was lost, but the codes are {codes}; {_last_words(seen)}"
+            "exit code", f"nothing was lost, but the codes are {codes}; {seen.last_words()}"
         )
+
+
+def _check_going_on(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
+    """Check that survivors took all steps, and how those ended that were lost."""
+    for kind, text in going_on.check(event, layout, seen):
+        verdict.add(kind, text)
+    left = going_on.survivors(event, layout, seen)
+    verdict.detections, verdict.news = going_on.stalls(seen, left)
+    limit = limit_s(event, layout, seen)
+    for after_s in verdict.detections:
+        if after_s > limit:
+            verdict.add("late", f"the next step came after {after_s:.2f} s (limit: {limit:.1f} s)")
+    for rank in set(range(layout.workers)) - left:
+        for error in seen.of(rank, "error"):
+            if error["type"] not in OURS:
+                verdict.add("wrong type", f"worker {rank}: {error['type']}: {error['text']}")
+
+
+def _check_refused(layout: Layout, seen: Seen, verdict: Verdict) -> None:
+    """Check that workers were told why their job cannot be elastic."""
+    verdict.outcome = "refused"
+    for rank in range(layout.workers):
+        errors = seen.of(rank, "error")
+        if seen.of(rank, "step"):
+            verdict.add("not refused", f"worker {rank} took a step")
+        if errors and errors[0]["type"] not in ("ConfigError", *OURS):
+            verdict.add("wrong type", f"worker {rank}: {errors[0]}")
+    if all(one["code"] == 0 for one in seen.launchers.values()):
+        verdict.add("exit code", "nobody took a step, and the job ended with code 0")
 
 
 def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
@@ -242,7 +249,7 @@ def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
                 and not _was_ended_at_start(event, seen, rank)
             ):
                 verdict.add(
-                    "no error", f"worker {rank} ended without an error; {_last_words(seen)}"
+                    "no error", f"worker {rank} ended without an error; {seen.last_words()}"
                 )
             elif seen.of(rank, "term") and not seen.of(rank, "left") and seen.of(rank, "joined"):
                 verdict.add("no error", f"worker {rank} got no error before SIGKILL")
@@ -291,9 +298,10 @@ def _check_report(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
             continue
         code = _code_of(event) if machine == own and event.role in ("worker", "server") else None
         if code is not None and one["code"] != code and not _is_orderly(event):
-            verdict.add("exit code", f"{name} returned {one['code']}, not {code}: {_last(one)}")
-        if not wanted.search(_last(one)):
-            verdict.add("wrong report", f"{name}: {_last(one)} (wanted: {wanted.pattern})")
+            text = f"{name} returned {one['code']}, not {code}: {seen.last(name)}"
+            verdict.add("exit code", text)
+        if not wanted.search(seen.last(name)):
+            verdict.add("wrong report", f"{name}: {seen.last(name)} (wanted: {wanted.pattern})")
 
 
 def _is_orderly(event: Event) -> bool:
@@ -312,7 +320,7 @@ def _check_term(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> N
         is_own = int(name.rpartition(" ")[2]) == event.rank
         if is_own and one["code"] not in (128 + signal.SIGTERM, -signal.SIGTERM):
             verdict.add(
-                "exit code", f"{name} got SIGTERM and returned {one['code']}: {_last(one)}"
+                "exit code", f"{name} got SIGTERM and returned {one['code']}: {seen.last(name)}"
             )
 
 
@@ -325,13 +333,4 @@ def _check_end(layout: Layout, seen: Seen, verdict: Verdict) -> None:
     has_joined = any("workers joined" in one.get("text", "") for one in seen.records)
     for name, one in seen.launchers.items():
         if has_joined and "nobody joined" in one["stderr"]:
-            verdict.add("wrong report", f"{name} says that nobody joined: {_last(one)}")
-
-
-def _last(launcher: dict[str, Any]) -> str:
-    lines: Sequence[str] = launcher["stderr"].strip().splitlines()
-    return lines[-1] if lines else ""
-
-
-def _last_words(seen: Seen) -> str:
-    return "; ".join(f"{name}: {_last(one)}" for name, one in seen.launchers.items())
+            verdict.add("wrong report", f"{name} says that nobody joined: {seen.last(name)}")

@@ -24,7 +24,8 @@ class Layout:
 
     machines: (workers, servers) of each. work: a key of WORKS in program.py. launcher: fastps-run,
     torchrun, or "none", where the driver starts scheduler and members itself. is_lab: each
-    machine is a host of tools/netlab.py.
+    machine is a host of tools/netlab.py. elastic: what the work does in an elastic job that loses
+    a member: it "goes on", or "raises" an error, or is "refused" at the start.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Layout:
     launcher: str = "fastps-run"
     is_lab: bool = False
     seconds: float = 2.0  # a job without a fault, on an idle machine
+    elastic: str = "goes on"
 
     @property
     def workers(self) -> int:
@@ -79,10 +81,10 @@ LAYOUTS = {
         Layout("two-machines", ((2, 0), (1, 0)), is_lab=True),
         Layout("three-machines", ((1, 0), (1, 0), (0, 1)), is_lab=True),
         Layout("compression", ((3, 1),), "compression", TCP),
-        Layout("sets", ((4, 0),), "sets"),
-        Layout("local-sgd", ((2, 0),), "local_sgd", TCP),
-        Layout("windows", ((4, 0),), "windows"),
-        Layout("torchrun", ((2, 0),), "torch", PATIENT, launcher="torchrun", seconds=6.0),
-        Layout("ddp", ((2, 0),), "ddp", PATIENT, seconds=9.0),
+        Layout("sets", ((4, 0),), "sets", elastic="raises"),
+        Layout("local-sgd", ((2, 0),), "local_sgd", TCP, elastic="refused"),
+        Layout("windows", ((4, 0),), "windows", elastic="raises"),
+        Layout("torchrun", ((2, 0),), "torch", PATIENT, "torchrun", seconds=6.0, elastic="raises"),
+        Layout("ddp", ((2, 0),), "ddp", PATIENT, seconds=9.0, elastic="raises"),
     )
 }

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program of a chaos job: exact sums, and a line of history for each step.
 
-CHAOS holds a JSON object: folder, seed, work, steps, pause_s, elastic (keywords of
-fastps.Elastic, or null), is_polite (record SIGTERM and continue, as a trainer that saves its state
-would), skew_s (what this machine's clocks are ahead), late ({rank, step, s}: a straggler), and
-act ({rank, phase, step, delay_s, signal, probe}: the signal that one worker sends itself).
+CHAOS holds a JSON object: folder, seed, work, steps, pause_s, elastic (the least number of workers
+that go on, or null), is_polite (record SIGTERM and continue, as a trainer that saves its state
+would), late ({rank, step, s}: a straggler), and act ({rank, phase, step, delay_s, signal, probe}:
+the signal that one worker sends itself).
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def start() -> None:
 
         dist.init_process_group("fastps")
     elif PLAN["elastic"] is not None:
-        fastps.init(elastic=fastps.Elastic(**PLAN["elastic"]))
+        fastps.init(elastic=fastps.Elastic(min=PLAN["elastic"], on_view=told))
+        SIZES.insert(0, fastps.size())
     else:
         fastps.init()
 
@@ -216,13 +217,13 @@ def leave() -> None:
         fastps.shutdown()
 
 
-def log_of_step() -> dict[str, Any]:
-    """Return epoch, view and order of contributors of the last step, if the library logs them."""
-    found = getattr(fastps, "last_contributors", None)
-    if PLAN["elastic"] is None or found is None:
-        return {"epoch": None, "view": None, "order": None}
-    log = found()
-    return {"epoch": log.epoch, "view": list(log.view), "order": list(log.contributors)}
+SIZES: list[int] = []  # of the views of an elastic job
+
+
+def told(view: fastps.View) -> None:
+    """Record a view of an elastic job."""
+    SIZES.append(view.size)
+    write("view", number=view.number, size=view.size, cause=view.cause, seconds=view.seconds)
 
 
 def train() -> None:
@@ -240,17 +241,20 @@ def train() -> None:
         if late.get("rank") == RANK and late["step"] == step:
             time.sleep(late["s"])
         write("enter", step=step)
+        most = SIZES[-1] if SIZES else None
         act("inside", step)
         act("waiting", step)
         try:
             found = sums(step, gradients)
+            who = [contributors(one) for one in found]
         except BaseException as error:
             write("error", step=step, type=type(error).__name__, text=str(error),
                   is_source_kept=digest(gradients) == before)  # fmt: skip
             raise
         for array, change in zip(model, found, strict=True):
             array -= change
-        write("step", step=step, hash=digest(model), who=contributors(found[0]), **log_of_step())
+        least = SIZES[-1] if SIZES else None
+        write("step", step=step, hash=digest(model), who=who, most=most, least=least)
         time.sleep(PLAN["pause_s"])
 
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tools.chaos.events import CUTS, LATE_S, SIGNALS, STEPS, Event
-from tools.chaos.judge import Seen
 from tools.chaos.layouts import SETTINGS, Layout
+from tools.chaos.seen import Seen
 from tools.netlab import NetLab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,9 +172,7 @@ class Histories:
 class Runner:
     """One job and its event."""
 
-    def __init__(
-        self, event: Event, layout: Layout, folder: Path, elastic: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, event: Event, layout: Layout, folder: Path, elastic: int | None) -> None:
         self.event, self.layout, self.folder, self.elastic = event, layout, folder, elastic
         self.mark = f"chaos-{secrets.token_hex(8)}"
         self.seen = Seen()
@@ -234,8 +232,9 @@ class Runner:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
         scratch = self.small if self.event.kind == "disk" else self.folder / "tmp"
         scratch.mkdir(exist_ok=True)
+        elastic = {} if self.elastic is None else {"FASTPS_ELASTIC_MIN": str(self.elastic)}
         return {
-            **kept, **SETTINGS, **self.layout.environment,
+            **kept, **SETTINGS, **self.layout.environment, **elastic,
             "PATH": f"{Path(sys.executable).parent}:{kept.get('PATH', '')}",
             "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch),
             "CHAOS_MARK": self.mark, "CHAOS": json.dumps(self._plan()),
@@ -282,6 +281,7 @@ class Runner:
                 for option, numbers in zip(("-np", "-s"), counts, strict=True):
                     words += [option, ",".join(map(str, numbers))]
                 words += ["--machine-rank", str(machine)] if self.lab else []
+                words += [] if self.elastic is None else ["--min", str(self.elastic)]
             if self.event.kind == "disk":
                 words += ["--output-dir", str(self.small / "logs"), "--log-level", "DEBUG"]
                 words += ["--timeline", str(self.small / "timeline.json")]
