@@ -26,14 +26,14 @@ cdef enum EntryKind:
     EARLY = 3                   # bytes came before the receive was posted
     READY = 4                   # the other side was ready before we sent
     OFFERED = 5                 # the other side waits until we are ready
-    REFUSED = 6                 # the operation failed elsewhere before it began here
+    FAILED = 6                  # an operation failed: here, or elsewhere before it begins here
     ANYBODY = 7                 # a receive waits for whoever sends first
     COUNT_OUT = 8               # messages sent to a peer on a channel so far; nbytes counts
     COUNT_IN = 9                # and received
-    FAILED = 10                 # an operation failed here: what still comes of it is not foreign
-    REMINDED = 11               # others were, of messages on a channel that may come unasked
-    LATE_ERROR = 12             # of an operation that is over: the next on the channel reports it
-    REPORTED = 13               # to our user; nbytes: the channel's last operation that mismatched
+
+cdef enum:                      # Entry.code of a channel's record: the COUNT_OUT of ANYONE
+    REFUSAL_DUE = 1             # we have to refuse operation `mistake` to all members
+    REMINDED = 2                # members were, of messages that may come unasked
 
 cdef struct ActiveStep
 cdef struct State
@@ -46,13 +46,15 @@ cdef struct Entry:              # of the table
     uint32_t label              # which of the messages between two members
     uint32_t peer
     int32_t what                # EntryKind
-    uint32_t nbytes             # REFUSED, LATE_ERROR: the member that sent the refusal
+    uint32_t nbytes
     uint8_t dtype
-    uint8_t code                # of the operation; LATE_ERROR: LATE_*; FAILED, REFUSED: `differs`
+    uint8_t code                # of the operation; FAILED: `differs`; record: see REFUSAL_DUE
     uint16_t form               # of the shapes that both ends have to mean; 0: of none
     bint is_whole               # there is one place for all of it, and it is no sum, still cached
-    int32_t status              # REFUSED: why
-    uint32_t mistake            # of a refusal: the operation in which members differed; 0: this
+    int32_t status              # FAILED: why
+    uint32_t culprit            # FAILED, record: the member that sent the refusal
+    uint32_t mistake            # the operation in which members differed; 0: this; record: none
+    uint32_t reported           # record: the last operation that raised a mismatch here; 0: none
     char* payload               # EARLY
     Entry* newer                # EARLY: the next in the list of all of them
     Entry* older
@@ -132,9 +134,8 @@ cdef struct OperationTask:
     uint32_t n_left             # not over, and one for whoever starts it
     int32_t status
     uint32_t culprit            # member that made it fail
-    uint32_t mistake            # the earlier operation for which it fails; 0: for itself
+    uint32_t mistake            # earlier operation for which it fails, or will at its end; 0: none
     bint differs                # it failed for other sizes, which it may meet: see MAY_DIFFER
-    bint has_late_error         # it does its part, and fails at its end for an earlier one
     bint is_reminded            # somebody has waited for it for REMIND_NS
     ActiveStep* steps
     uint32_t* edges             # the program's

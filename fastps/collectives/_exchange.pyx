@@ -14,10 +14,11 @@ Links are whatever reaches a member: pipes in shared memory, sockets, RDMA. A pi
 bytes where they lie, and a fold uses them there.
 
 A mistake (another size, type or operation at the other end) fails the operation on all its
-members by REFUSE, which names it. A member that is through gets a *late error*: its next operation
-on the channel does its part for the others, and then fails; if they do not come, it fails for all.
-A lost member fails all operations; or, where the job goes on without it, those of all members,
-while others leave its messages out (docs/decentralized.md has the protocol).
+members by REFUSE, which names it. A member that is through gets a *late error*: the record of the
+channel keeps the latest mistake, and its next operation on the channel does its part for the
+others, and then fails; if they do not come, it fails for all. A lost member fails all operations;
+or, where the job goes on without it, those of all members, while others leave its messages out
+(docs/decentralized.md has the protocol).
 
 Threads. start() runs on user threads, the rest on those of links or whoever waits. One lock guards
 the table, steps and counts; it is never held over a copy of more than EAGER_BYTES, a fold, or a
@@ -80,8 +81,6 @@ cdef enum:
     LABELS = 1 << LABEL_BITS
     CONTROL_PRIORITY = 0x7fffffff
     ANYONE = 0xffffffff         # in place of a peer
-    LATE_LOCAL = 1              # code of what is late: all members are to hear of it from us
-    LATE_UNREPORTED = 2         # our user has to hear of it too
     REFUSE_SEND = 1             # label of a refusal: of one message, for the end that sends it
     REFUSE_RECV = 2             # or receives it; 0: of an operation of all members
     REFUSE_MEMBER = 3           # of an operation that one is through with: tell its others

@@ -241,11 +241,6 @@ cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogi
     return True
 
 
-cdef void note_once(State* state, Entry* name, int32_t what) noexcept nogil:
-    if find(state, name, what)[0] == NULL:
-        note(state, name)
-
-
 cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     """The other side waits for a message: send it, or remember that."""
     cdef Entry* held = take(state, name, HELD)
@@ -260,7 +255,7 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     elif is_foreign(task, name, True):
         refuse(state, task, name, work)
     elif not answer_over(state, name, work) and not is_on_its_way(state, name):
-        note_once(state, name, READY)
+        find_or_put(state, name, READY)
 
 
 cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
@@ -272,7 +267,7 @@ cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
     elif is_foreign(task, name, False):
         refuse(state, task, name, work)
     elif not answer_over(state, name, work):
-        note_once(state, name, OFFERED)
+        find_or_put(state, name, OFFERED)
 
 
 cdef bint is_end_of(OperationTask* task, const Entry* name) noexcept nogil:
@@ -295,6 +290,7 @@ cdef bint is_left(OperationTask* task, const Entry* name) noexcept nogil:
 cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     """An operation fails at another member, so it fails here, or will."""
     cdef OperationTask* task = state.tasks
+    cdef uint32_t scope
     if name.label in (REFUSE_SEND, REFUSE_RECV):
         while task != NULL and not is_end_of(task, name):
             task = task.next
@@ -302,31 +298,21 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
             fail_task(state, task, name.status, name.peer, work)
         return
     task = task_of(state, name)
-    if name.label == REFUSE_MESSAGE:
+    scope, name.label = name.label, 0
+    if scope == REFUSE_MESSAGE:
         name.label, name.mistake = name.mistake, 0
-        if task != NULL and task.status == OK and is_left(task, name):
-            fail_as_refused(state, task, name, name.peer, work)
-            refuse_members(state, task, work)
-        return
-    if name.label == REFUSE_MEMBER:
-        if task == NULL:
-            record_late_error(state, name, LATE_LOCAL, work)
-        elif task.status == OK:
-            fail_task(state, task, name.status, name.peer, work)
-            refuse_members(state, task, work)
-        return
-    if task != NULL:
+        if task == NULL or not is_left(task, name):
+            return
+    if task != NULL and task.status == OK:
         fail_as_refused(state, task, name, name.peer, work)
-        return
-    if has_begun(state, name, ANYONE):
-        record_late_error(state, name, 0, work)
-        return
-    name.label = 0
-    name.nbytes = name.peer
-    name.peer = ANYONE
-    if find(state, name, REFUSED)[0] == NULL:
-        name.what = REFUSED
-        note(state, name)
+        if scope:
+            refuse_members(state, task, work)
+    elif task == NULL and has_begun(state, name, ANYONE):
+        record_late_error(state, name, scope == REFUSE_MEMBER, work)
+    elif task == NULL:
+        name.culprit = name.peer
+        name.peer = ANYONE
+        find_or_put(state, name, FAILED)
 
 
 cdef int take_control(State* state, Peer* peer, const Header* header, Entry* name,
@@ -383,11 +369,9 @@ cdef void remind_others(State* state, OperationTask* task) noexcept nogil:
     """
     cdef Work work
     cdef ActiveStep* step
-    cdef Entry name
+    cdef Entry* record
     cdef uint32_t i
     memset(&work, 0, sizeof(work))
-    name_task(&name, task)
-    name.number = 0
     pthread_mutex_lock(&state.lock)
     for i in range(task.n_steps):
         step = &task.steps[i]
@@ -396,9 +380,11 @@ cdef void remind_others(State* state, OperationTask* task) noexcept nogil:
         elif is_missing(step) and step.entry.peer != ANYONE:
             step.is_asked = False        # the first word may have come too early
             add_ready(state, &work, step)
-    note_once(state, &name, REMINDED)
+    record = record_of(state, task.channel)
+    if record != NULL:
+        record.code |= REMINDED
     task.is_reminded = True
-    if task.has_late_error:
+    if task.mistake:
         refuse_for(state, task, task.mistake, &work)
     pthread_mutex_unlock(&state.lock)
     flush(state, &work)

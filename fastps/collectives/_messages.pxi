@@ -77,14 +77,15 @@ cdef void drop(State* state, Entry* entry) noexcept nogil:
         place[0] = entry.next
 
 
-cdef bint note(State* state, const Entry* what) noexcept nogil:
-    """Put a copy of what came before we want it; False: no memory."""
-    cdef Entry* entry = <Entry*>malloc(sizeof(Entry))
-    if entry == NULL:
-        return False
-    entry[0] = what[0]
-    put(state, entry, what.what)
-    return True
+cdef Entry* find_or_put(State* state, Entry* name, int32_t what) noexcept nogil:
+    """Return the entry of this name; put a copy of it if there is none. NULL: no memory."""
+    cdef Entry** place = find(state, name, what)
+    if place[0] == NULL:
+        place[0] = <Entry*>malloc(sizeof(Entry))
+        if place[0] != NULL:
+            place[0][0] = name[0]
+            place[0].next = NULL
+    return place[0]
 
 
 cdef void name_of(Entry* name, const Header* header, uint32_t peer) noexcept nogil:
@@ -110,21 +111,22 @@ cdef inline bint agrees(const Entry* one, const Entry* other) noexcept nogil:
             and one.form == other.form)
 
 
-cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t what,
-                       uint32_t more) noexcept nogil:
-    """Count the messages of a pair on a channel, and add `more`; 0: no memory."""
+cdef Entry* counter_of(State* state, uint64_t channel, uint32_t peer, int32_t what,
+                       bint is_made) noexcept nogil:
+    """Return the entry that counts messages of a pair on a channel; NULL: none, or no memory."""
     cdef Entry name
-    cdef Entry* entry
     memset(&name, 0, sizeof(name))
     name.channel = channel
     name.peer = peer
-    entry = find(state, &name, what)[0]
-    if entry == NULL and not more:
-        return 0
+    return find_or_put(state, &name, what) if is_made else find(state, &name, what)[0]
+
+
+cdef uint32_t count_of(State* state, uint64_t channel, uint32_t peer, int32_t what,
+                       uint32_t more) noexcept nogil:
+    """Count the messages of a pair on a channel, and add `more`; 0: no memory."""
+    cdef Entry* entry = counter_of(state, channel, peer, what, more != 0)
     if entry == NULL:
-        if not note(state, &name):
-            return 0
-        entry = find(state, &name, what)[0]
+        return 0
     entry.nbytes += more
     return entry.nbytes
 
@@ -143,23 +145,32 @@ cdef int count_kept(State* state) noexcept nogil:
     return kept
 
 
+cdef Entry* record_of(State* state, uint64_t channel) noexcept nogil:
+    """Return the record of a channel: how many operations began, and mistakes; NULL: none."""
+    return counter_of(state, channel, ANYONE, COUNT_OUT, False)
+
+
+cdef inline bint is_only_count(const Entry* entry) noexcept nogil:
+    """Return whether an entry counts operations or messages of which none went wrong."""
+    return entry.what == COUNT_OUT and not (entry.code or entry.mistake or entry.reported)
+
+
 cdef bint has_only_counts(State* state, uint64_t channel, bint is_dropped) noexcept nogil:
-    """Whether the table has nothing of a channel but the count of operations; or drop that."""
-    cdef Entry name
+    """Whether the table has nothing of a channel but counts; or drop that of operations."""
+    cdef Entry* record
     cdef Entry* entry
     cdef int i
-    memset(&name, 0, sizeof(name))
-    name.channel = channel
-    name.peer = ANYONE
     pthread_mutex_lock(&state.lock)
     for i in range(BUCKETS):
         entry = state.buckets[i]
-        while entry != NULL and (entry.channel != channel or entry.what == COUNT_OUT):
+        while entry != NULL and (entry.channel != channel or is_only_count(entry)):
             entry = entry.next
         if entry != NULL:
             break
-    if is_dropped:
-        free(take(state, &name, COUNT_OUT))
+    record = record_of(state, channel)
+    if is_dropped and record != NULL:
+        drop(state, record)
+        free(record)
     pthread_mutex_unlock(&state.lock)
     return entry == NULL
 

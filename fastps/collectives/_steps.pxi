@@ -4,88 +4,69 @@
 # ---------------------------------------------------------------- ends; the lock is held
 
 cdef Entry* failure_of(State* state, const Entry* name) noexcept nogil:
-    """How the operation of a message failed here; NULL: it did not, or not for what others did."""
+    """How the operation of a message failed; NULL: it did not, or not for what others did."""
     cdef Entry failed = name[0]
     failed.label = 0
     failed.peer = ANYONE
     return find(state, &failed, FAILED)[0]
 
 
-cdef Entry* last_reported(State* state, uint64_t channel) noexcept nogil:
-    """What our user has heard of mistakes on a channel; NULL: nothing."""
-    cdef Entry name
-    memset(&name, 0, sizeof(name))
-    name.channel = channel
-    name.peer = ANYONE
-    return find(state, &name, REPORTED)[0]
+cdef inline bint is_unreported(const Entry* record, uint32_t mistake) noexcept nogil:
+    """Return whether no operation of a channel from this one on has raised a mismatch."""
+    return record.reported == 0 or <int32_t>(mistake - record.reported) > 0
 
 
 cdef void note_reported(State* state, const OperationTask* task) noexcept nogil:
-    """Remember that an operation tells our user of a mistake: in itself, or in one before it."""
-    cdef Entry name
-    cdef Entry* reported = last_reported(state, task.channel)
-    if reported == NULL:
-        name_task(&name, task)
-        name.number = 0
-        name.nbytes = task.number
-        name.what = REPORTED
-        note(state, &name)
-    elif <int32_t>(task.number - reported.nbytes) > 0:
-        reported.nbytes = task.number
+    """Note that an operation reports a mistake to our user: in itself, or in one before it."""
+    cdef Entry* record = record_of(state, task.channel)
+    if record != NULL and is_unreported(record, task.number):
+        record.reported = task.number
 
 
-cdef void attach_late_error(State* state, OperationTask* task, const Entry* late_error,
+cdef void attach_late_error(State* state, OperationTask* task, Entry* record,
                             Work* work) noexcept nogil:
-    """Let an operation tell of a mistake in an earlier one, with which we were through.
+    """Let an operation report a mistake in an earlier one, with which we were through.
 
     It does its part, so that it fails nobody who has heard of that already: unless somebody has
     waited for it, for then others may not come to it any more.
     """
-    if late_error.code & LATE_LOCAL:
-        send_refusals(state, task, late_error.mistake, 0, work)
-    if not late_error.code & LATE_UNREPORTED or task.has_late_error or task.status != OK:
+    if record.code & REFUSAL_DUE:
+        record.code &= ~REFUSAL_DUE
+        send_refusals(state, task, record.mistake, 0, work)
+    if task.status != OK or not is_unreported(record, record.mistake):
         return
-    task.has_late_error = True
-    task.mistake = late_error.mistake
-    task.culprit = late_error.nbytes
-    note_reported(state, task)
+    record.reported = task.number
+    task.mistake = record.mistake
+    task.culprit = record.culprit
     if task.is_reminded:
         refuse_for(state, task, task.mistake, work)
 
 
-cdef void record_late_error(State* state, const Entry* name, uint8_t code,
+cdef void record_late_error(State* state, const Entry* name, bint is_ours,
                             Work* work) noexcept nogil:
-    """Others refused an operation that we are through with: the next on the channel tells.
+    """Members differed in an operation that we are through with: the next on the channel reports.
 
     That is the oldest in flight that began later, or else the one that begins next. What one that
-    failed still gets is nobody's mistake, and an error since then has reported it. code:
-    LATE_LOCAL, if it was us who noticed.
+    failed still gets is nobody's mistake, and an error since then has reported it. is_ours: it
+    was us who noticed, so we refuse it to all.
     """
-    cdef Entry late_error
-    cdef Entry* reported = last_reported(state, name.channel)
+    cdef Entry* record = record_of(state, name.channel)
+    cdef uint32_t mistake = name.mistake if name.mistake else name.number
     cdef OperationTask* next = state.tasks
     cdef OperationTask* task = NULL
-    if failure_of(state, name) != NULL:
+    if record == NULL or failure_of(state, name) != NULL:
         return
-    memset(&late_error, 0, sizeof(late_error))
-    late_error.mistake = name.mistake if name.mistake else name.number
-    if reported == NULL or <int32_t>(late_error.mistake - reported.nbytes) > 0:
-        code |= LATE_UNREPORTED
-    late_error.code = code
-    late_error.nbytes = name.peer
+    if record.mistake == 0 or <int32_t>(mistake - record.mistake) > 0:
+        record.mistake, record.culprit = mistake, name.peer
+    if is_ours:
+        record.code |= REFUSAL_DUE
     while next != NULL:                 # the newest come first
         if (next.channel == name.channel and next.status == OK
-                and <int32_t>(next.number - late_error.mistake) > 0):
+                and <int32_t>(next.number - record.mistake) > 0):
             task = next
         next = next.next
     if task != NULL:
-        attach_late_error(state, task, &late_error, work)
-    elif code:
-        late_error.what = LATE_ERROR
-        late_error.channel = name.channel
-        late_error.number = count_of(state, name.channel, ANYONE, COUNT_OUT, 0) + 1
-        late_error.peer = ANYONE
-        note(state, &late_error)
+        attach_late_error(state, task, record, work)
 
 
 cdef void reject_late_frame(State* state, Entry* early, Work* work) noexcept nogil:
@@ -96,9 +77,9 @@ cdef void reject_late_frame(State* state, Entry* early, Work* work) noexcept nog
     cdef Entry refusal = early[0]
     taken_unasked(state, early, work)
     if state.status == OK and failure_of(state, early) == NULL:
-        refusal.label = REFUSE_MEMBER          # who sent them may wait for an answer
+        refusal.label, refusal.code = REFUSE_MEMBER, 0      # who sent them may wait for an answer
         add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
-    record_late_error(state, early, LATE_LOCAL, work)
+    record_late_error(state, early, True, work)
     free(early.payload)
     free(early)
 
@@ -133,21 +114,17 @@ cdef void refuse_foreign(State* state, OperationTask* task, Work* work) noexcept
         early = early.older
 
 
-cdef void apply_pending_errors(State* state, OperationTask* task, Work* work) noexcept nogil:
+cdef void apply_pending_errors(State* state, OperationTask* task, Entry* record,
+                               Work* work) noexcept nogil:
     """Let an operation that begins know what others said of it, and of those before it."""
     cdef Entry name
-    cdef Entry* refused
-    cdef Entry* late_error
+    cdef Entry* failed
     name_task(&name, task)
-    refused = take(state, &name, REFUSED)
-    late_error = take(state, &name, LATE_ERROR)
-    if refused != NULL:
-        fail_as_refused(state, task, refused, refused.nbytes, work)
-        free(refused)
-    while late_error != NULL:
-        attach_late_error(state, task, late_error, work)
-        free(late_error)
-        late_error = take(state, &name, LATE_ERROR)
+    failed = find(state, &name, FAILED)[0]
+    if failed != NULL:
+        fail_as_refused(state, task, failed, failed.culprit, work)
+    if record.mistake:
+        attach_late_error(state, task, record, work)
 
 
 cdef void end_task(State* state, OperationTask* task, Work* work) noexcept nogil:
@@ -159,7 +136,7 @@ cdef void end_task(State* state, OperationTask* task, Work* work) noexcept nogil
         place[0] = task.next
     if state.early != NULL and task.status == OK and not task.is_numbered:
         reject_late_frames(state, task, work)
-    if task.has_late_error and task.status == OK:
+    if task.mistake and task.status == OK:
         task.status = E_MISMATCH
     task.next_over = work.over
     work.over = task
@@ -218,17 +195,17 @@ cdef void fail_task(State* state, OperationTask* task, int status, uint32_t culp
                     Work* work) noexcept nogil:
     """Have an operation fail; it ends when no link has its memory any more."""
     cdef uint32_t i
-    cdef Entry failed
+    cdef Entry name
+    cdef Entry* failed
     if task.status != OK:
         return
     task.status = status
     task.culprit = culprit
     if not task.is_numbered:            # who asks for a message of it is not to take it for done
-        name_task(&failed, task)
-        failed.code = task.differs
-        failed.what = FAILED
-        failed.status = status
-        note(state, &failed)
+        name_task(&name, task)
+        failed = find_or_put(state, &name, FAILED)
+        if failed != NULL:
+            failed.code, failed.status = task.differs, status
     if status == E_MISMATCH and not (task.is_numbered or task.differs):
         note_reported(state, task)
     task.n_left += 1                    # it is not to end under our hands
@@ -245,7 +222,7 @@ cdef void refuse(State* state, OperationTask* task, const Entry* other, Work* wo
     """
     if task.status == OK:
         task.differs = (other != NULL and task.dtype & other.dtype & MAY_DIFFER != 0
-                        and task.code == other.code and not task.has_late_error)
+                        and task.code == other.code and not task.mistake)
         refuse_for(state, task, 0, work)
 
 
@@ -262,7 +239,7 @@ cdef void fail_as_refused(State* state, OperationTask* task, const Entry* refusa
                           Work* work) noexcept nogil:
     """Fail an operation, as another member says."""
     if task.status == OK:
-        task.differs = refusal.code and task.dtype & MAY_DIFFER and not task.has_late_error
+        task.differs = refusal.code and task.dtype & MAY_DIFFER and not task.mistake
         fail_task(state, task, refusal.status, peer, work)
         task.mistake = refusal.mistake
 
@@ -614,10 +591,14 @@ cdef void step_sent(SendItem* item, int status) noexcept nogil:
 cdef void prepare_task(State* state, OperationTask* task, Work* work) noexcept nogil:
     """Number an operation, list it, and gather the steps that may start. The lock is held."""
     cdef ActiveStep* step
+    cdef Entry* record = NULL
     cdef uint32_t i
     cdef int32_t way = COUNT_OUT if task.steps.kind == STEP_SEND else COUNT_IN
     if not task.is_numbered:
-        task.number = count_of(state, task.channel, ANYONE, COUNT_OUT, 1)
+        record = counter_of(state, task.channel, ANYONE, COUNT_OUT, True)
+        if record != NULL:
+            record.nbytes += 1
+            task.number = record.nbytes
     elif task.steps.entry.peer != ANYONE:
         task.number = count_of(state, task.channel, task.steps.entry.peer, way, 1)
     task.next = state.tasks
@@ -630,7 +611,8 @@ cdef void prepare_task(State* state, OperationTask* task, Work* work) noexcept n
             add_step(work, step)
     if state.goes_on and not (task.goes_on or task.is_numbered):
         fail_without(state, task, work)
-    apply_pending_errors(state, task, work)
+    if record != NULL:
+        apply_pending_errors(state, task, record, work)
 
 
 cdef void fail_without(State* state, OperationTask* task, Work* work) noexcept nogil:

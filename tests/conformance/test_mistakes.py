@@ -4,7 +4,8 @@
 The engine itself, over pipes that are stepped by hand: Hypothesis chooses where members differ,
 who starts its next operation, and whose frames move, in any order. Whatever the order was, nobody
 waits, what is right and ends well is right, and each member has one error for each mistake: of
-the operation itself, or of the next but one at the latest.
+the operation itself, or of the next but one at the latest. Of several mistakes that a member has
+yet to hear of, its next operation names the latest.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from aids.mailbox import Mailbox
+from aids.wire import FrameKind
 from fastps.collectives import schedule as plans
 from fastps.collectives._exchange import Operation, Program
 from fastps.collectives.schedule import Kind, Place, Schedule, Step
@@ -54,9 +57,9 @@ def mistaken(calls: Sequence[Call]) -> bool:
 class Members:
     """What each member started, in a fleet."""
 
-    def __init__(self, n: int, *, goes_on: bool = False) -> None:
+    def __init__(self, n: int, **how: Any) -> None:
         self.n = n
-        self.fleet = Fleet(n, goes_on=goes_on)
+        self.fleet = Fleet(n, **how)
         self.operations: list[list[Operation]] = [[] for _ in range(n)]
         self.outputs: list[list[np.ndarray[Any, Any]]] = [[] for _ in range(n)]
 
@@ -366,6 +369,70 @@ def test_a_message_that_is_on_its_way_when_it_is_reminded_of_leaves_nothing_behi
     three.fleet.settle(range(3))
     assert all(one.is_done for one in (wanted, *ours))
     assert exchanges[1].statistics()["messages_kept"] == 2  # how many went and came
+
+
+@pytest.fixture
+def refused():
+    """Two members; a mailbox stands for the second, and a function makes it refuse."""
+    box = Mailbox()
+    members = Members(2, strangers={1: box})
+
+    def refuse(number: int) -> None:
+        box.post(
+            0, b"", kind=FrameKind.REFUSE, key=CHANNEL, key_version=number, sender=1,
+            status=Status.MISMATCH,
+        )  # fmt: skip
+        members.fleet.settle(range(2))
+
+    yield members, refuse
+    members.fleet.close()
+
+
+def broadcasts(members: Members, count: int) -> list[tuple[int, int]]:
+    """Broadcast from member 0, which is through at once; list the status and mistake of each."""
+    made = [members.start(0, Call(root=0)) for _ in range(count)]
+    members.fleet.settle(range(2))
+    return [(one.wait(timeout_s=0.0), one.mistake) for one in made]
+
+
+def test_of_several_mistakes_that_nobody_has_heard_of_the_latest_is_named(refused):
+    members, refuse = refused
+    assert broadcasts(members, 3) == [(0, 0)] * 3
+    for number in (1, 3, 2):
+        refuse(number)
+    assert broadcasts(members, 3) == [(Status.MISMATCH, 3), (0, 0), (0, 0)]
+
+
+def test_an_old_mistake_that_is_refused_again_repeats_no_error_and_hides_no_new_one(refused):
+    members, refuse = refused
+    broadcasts(members, 2)
+    refuse(2)
+    assert broadcasts(members, 3) == [(Status.MISMATCH, 2), (0, 0), (0, 0)]
+    refuse(1)
+    assert broadcasts(members, 1) == [(0, 0)], "its user has had an error since"
+    refuse(5)
+    refuse(2)
+    assert broadcasts(members, 2) == [(Status.MISMATCH, 5), (0, 0)]
+
+
+def test_a_channel_on_which_something_went_wrong_is_not_forgettable(refused):
+    members, refuse = refused
+    exchange = members.fleet.exchanges[0]
+    broadcasts(members, 1)
+    assert exchange.is_forgettable(CHANNEL)
+    refuse(1)
+    assert not exchange.is_forgettable(CHANNEL), "the next operation has to tell of it"
+    broadcasts(members, 2)
+    assert not exchange.is_forgettable(CHANNEL), "others may tell of it once more"
+
+
+def test_a_channel_on_which_somebody_waited_long_is_not_forgettable(refused):
+    members, _ = refused
+    exchange = members.fleet.exchanges[0]
+    members.start(0, Call()).remind()
+    exchange.fail(Status.SHUTDOWN)
+    members.fleet.settle(range(2))
+    assert not exchange.is_forgettable(CHANNEL)
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
