@@ -171,7 +171,7 @@ class Membership:
         self._missing = MissingMembers(machines or {}, self._patience_s)
         self._goes_on = False
         self._view = config  # with the numbers of workers and servers that now make a job
-        self._is_changing = False  # the survivors of a view are about to await the next..
+        self.is_changing = False  # the survivors of a view are about to await the next..
         self._change_until = float("inf")  # ..and are lost if they do not by then
         self._is_finished = False
         self._end_reason = ""
@@ -191,7 +191,7 @@ class Membership:
             self._take_report(message, now)
         elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
-        elif self._is_changing and isinstance(message, Declare | Meeting | Waiting):
+        elif self.is_changing and isinstance(message, Declare | Meeting | Waiting):
             self._fail(member, message.request, "view", VIEW_CHANGES)
         elif isinstance(message, Malformed):
             self._fail(member, message.request, "protocol", message.message)
@@ -381,7 +381,7 @@ class Membership:
         if join.role == "scheduler":
             return "config", "a scheduler cannot join a job; set FASTPS_ROLE"
         members = list(self._peers.values())
-        if self._is_changing or (self.phase is Phase.RUNNING and self._view is not self._config):
+        if self.is_changing or (self.phase is Phase.RUNNING and self._view is not self._config):
             return "config", NO_NEWCOMERS
         text = refuse(join, self._config, self._rivals(join.role), members)
         return None if text is None else ("config", text)
@@ -411,7 +411,7 @@ class Membership:
 
     def _end_start_in_vain(self, now: float) -> None:
         """End a start for which some members wait although others will never come."""
-        if self.phase is not Phase.LOBBY or self._is_changing:
+        if self.phase is not Phase.LOBBY or self.is_changing:
             return
         absent = self._missing.first(
             {
@@ -450,7 +450,7 @@ class Membership:
             return
         self.phase = Phase.RUNNING
         self.has_begun = True
-        self._is_changing, self._change_until = False, float("inf")
+        self.is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._notes.clear()
         for place, item in enumerate(plan.peers):
@@ -607,7 +607,7 @@ class Membership:
 
     def _take_report(self, message: Absent, now: float) -> None:
         """Take a launcher's report: before the start, others may wait in vain for this process."""
-        if self.phase is Phase.LOBBY and not self._is_changing:
+        if self.phase is Phase.LOBBY and not self.is_changing:
             self._missing.add(
                 replace(message, cause=f"{message.cause} before the job had started")
             )
@@ -655,7 +655,7 @@ class Membership:
             pass  # all others have what they came for: the job ends in order
         elif member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._announce_loss(member, cause)
-        elif self._is_changing:
+        elif self.is_changing:
             self._fail_job(self._lost(member, cause))
         elif member.has_started and self.phase is Phase.RUNNING:
             self._fail_job(self._lost(member, cause))
@@ -686,7 +686,7 @@ class Membership:
     def _can_change_view(self, member: Peer) -> bool:
         """Return whether the job goes on in a new view without a member."""
         left = [item for item in self._programs() if item is not member and item.is_staying]
-        is_in = self._is_changing or (member.has_started and self.phase is Phase.RUNNING)
+        is_in = self.is_changing or (member.has_started and self.phase is Phase.RUNNING)
         return is_in and 0 < self._config.elastic_min <= len(left)
 
     def _is_last(self, member: Peer) -> bool:
@@ -701,7 +701,7 @@ class Membership:
         lost = self._lost(member, cause)
         self._dismiss([item for item in self._leaving() if item is not member])
         self.generation += 1
-        self.phase, self._is_changing, self._departure = Phase.LOBBY, True, ""
+        self.phase, self.is_changing, self._departure = Phase.LOBBY, True, ""
         self._suspicions.clear()
         self._send_all(self._collectives.fail_all("view", str(lost)))
         self._send_all(self._declarations.fail_all("view", str(lost)))
@@ -750,7 +750,7 @@ class Membership:
         """Record the first cause, send it to all members, lost ones too, and fail all requests."""
         self.first_cause = cause
         self.phase = Phase.BROKEN
-        self._is_changing, self._change_until = False, float("inf")
+        self.is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._suspicions.clear()
         self._tell_all(self.first_cause)
@@ -772,11 +772,11 @@ class Membership:
             self._next_generation(now)
         if self.phase is Phase.BROKEN and not self._programs():
             self._end(f"the job is broken: {self.first_cause}", 1, now)
-        if self._is_changing and self._programs():  # one may have left instead of coming
+        if self.is_changing and self._programs():  # one may have left instead of coming
             self._count_survivors(self._peers.values())
             self._start_if_complete(now)
         if self.phase is Phase.LOBBY and not self._programs():
-            self._is_changing, self._change_until = False, float("inf")
+            self.is_changing, self._change_until = False, float("inf")
             if self.generation > 1:
                 self._idle_until = min(self._idle_until, now + self._config.linger_s)
             elif not self._peers:
@@ -914,7 +914,7 @@ class Membership:
     def _end(self, reason: str, code: int, now: float) -> None:
         """Announce the end of the job to all members and wait for them to leave."""
         self.phase = Phase.OVER
-        self._is_changing, self._change_until = False, float("inf")
+        self.is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._end_reason, self._end_code = reason, code
         self._suspicions.clear()

@@ -390,7 +390,10 @@ class Job:
             ))  # fmt: skip
 
     def _continue_without(self, failed: Sequence[Part]) -> None:
-        """Report lost workers; if no other one is running or succeeded, they are the cause."""
+        """Report lost workers; they are the cause if no other is running or has succeeded.
+
+        Unless workers of other machines go on: then the scheduler here knows how the job ends.
+        """
         self._lost.extend(failed)
         workers = [part for part in self.parts if part.role == "worker"]
         left = [part.name for part in workers if part.is_alive]
@@ -399,7 +402,10 @@ class Job:
                 f"{part.describe()} {part.describe_end()}; {len(left)} of {len(workers)} workers "
                 "continue without it"
             )
-        if not any(part.is_alive or part.exit_code == 0 for part in workers):
+        others_go_on = (
+            self._is_spread and self._scheduler is not None and self._scheduler.state.has_begun
+        )
+        if not others_go_on and not any(part.is_alive or part.exit_code == 0 for part in workers):
             self._failed.extend(self._lost)
 
     def _find_cause(self, *, is_late: bool) -> None:

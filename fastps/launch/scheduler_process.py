@@ -203,7 +203,8 @@ class LaunchedScheduler:
 
     async def _end_when_left(self, why: str) -> None:
         job = self._scheduler.membership
-        while job.phase is Phase.RUNNING:  # leases bound this: a silent member is lost
+        # leases bound this: a silent member is lost
+        while job.phase is Phase.RUNNING or job.is_changing:
             await asyncio.sleep(_IDLE_LOOK_S)
         if job.phase is Phase.BROKEN:
             await self._wait_until(lambda: job.phase is Phase.OVER, timeout_s=self._patience_s)

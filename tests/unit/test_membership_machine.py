@@ -366,7 +366,7 @@ class ElasticMachine(MembershipMachine):
 
     is_elastic = True
 
-    @precondition(lambda self: self.driver.machine._is_changing)
+    @precondition(lambda self: self.driver.machine.is_changing)
     @rule(count=st.integers(1, SIZE + SERVERS))
     def survivors_come(self, count: int) -> None:
         """Let some of the survivors await the next view, and all of them in the end."""

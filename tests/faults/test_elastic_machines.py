@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic jobs on several machines go on when one of them has no worker left."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from harness import ROOT, clean_environ
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(110)]
+
+PROGRAM = """
+import os, signal
+import numpy as np
+import fastps
+fastps.init()
+me = int(os.environ["FASTPS_RANK"])
+for step in range(20):
+    if step == 9 and me == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found = int(fastps.push_pull(np.full(9, 1 << me, np.int32), "x", average=False)[0])
+print("LAST", found, flush=True)
+"""
+
+
+@pytest.mark.parametrize(("least", "victim"), [(1, 0), (1, 1), (2, 0)])
+def test_the_scheduler_stays_for_the_workers_of_other_machines(tmp_path, least, victim):
+    program, token = tmp_path / "train.py", tmp_path / "job.token"
+    program.write_text(textwrap.dedent(PROGRAM).replace("VICTIM", str(victim)))
+    token.touch(0o600)
+    token.write_text("0123456789abcdef" * 2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = [sys.executable, "-m", "fastps.launch.run", "--machines", "2", "-np", "1", "--min",
+             str(least), "--scheduler-host", "127.0.0.1", "--scheduler-port", port,
+             "--token-file", str(token)]  # fmt: skip
+    machines = [
+        subprocess.Popen(
+            [*words, "--machine-rank", str(machine), sys.executable, str(program)],
+            env=clean_environ() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for machine in range(2)
+    ]  # fmt: skip
+    shown = [machine.communicate(timeout=90)[0] for machine in machines]
+    codes = [machine.returncode for machine in machines]
+    if least == 2:
+        assert 0 not in codes, shown
+        assert "worker 0" in shown[0].splitlines()[-1]
+        assert "PeerLostError" in shown[1]
+        return
+    assert codes[1 - victim] == 0, shown
+    assert f"LAST {1 << (1 - victim)}" in shown[1 - victim]
+    assert codes[0] == 0  # as the job; the other machine alone knows its own workers
