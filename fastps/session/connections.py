@@ -13,6 +13,7 @@ import functools
 import hmac
 import logging
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,13 @@ from fastps.control.protocol import (
     TensorSpec,
     ViewLost,
 )
-from fastps.errors import FastPSError, Status, TransportError, ViewChangedError
+from fastps.errors import (
+    FastPSError,
+    PeerLostError,
+    Status,
+    TransportError,
+    ViewChangedError,
+)
 from fastps.session.server_links import Links
 from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, shm, sockets
@@ -62,6 +69,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NEWS_S = 1.0  # for the scheduler to say which member is lost, where a link fails at the start
 MAX_KEPT = 256  # layouts of which is known what engines are told
 
 
@@ -134,6 +142,8 @@ class Connections:
         self._on_event = on_event
         self._lost: list[int] = []  # workers without which the job goes on
         self._last_job: Job | None = None
+        self._told_loss: PeerLost | None = None
+        self._is_told = threading.Event()
         self._interrupt = sockets.Interrupt()  # set when a member is lost before we are whole
         self._group: LocalGroup | None = None
         self._server: DataPlane | None = None
@@ -178,11 +188,23 @@ class Connections:
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
             if self._server is not None:
                 self.node.stop_serving()  # everybody is inside
-        except BaseException:
+        except BaseException as error:
+            is_start = client is None and hasattr(self, "client")
+            cause = self._loss_behind(error) if is_start else None
             self._undo(doors)
-            if client is None and hasattr(self, "client"):
+            if is_start:
                 self.client.close()
+            if cause is not None:
+                raise PeerLostError(f"the job did not start: {cause}") from error
             raise
+
+    def _loss_behind(self, error: BaseException) -> PeerLost | None:
+        """Return the loss that made links or waits fail; the scheduler may be about to tell it."""
+        is_named = isinstance(error, PeerLostError) and not isinstance(error, ViewChangedError)
+        if is_named or not isinstance(error, TransportError):
+            return None
+        self._is_told.wait(_NEWS_S)
+        return self._told_loss
 
     # ---- making ----
 
@@ -473,6 +495,10 @@ class Connections:
             if self._server is not None:
                 self._server.take(event)
             return
+        if isinstance(event, ViewLost | PeerLost):
+            lost = event.lost if isinstance(event, ViewLost) else event
+            self._told_loss = self._told_loss or lost
+            self._is_told.set()
         if isinstance(event, ViewLost):
             if self._last_job is None or self.client.job is not self._last_job:
                 self._fail(Status.PEER_LOST)  # else we have yet to be told of the next view

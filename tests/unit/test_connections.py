@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastps.config import load
-from fastps.control.protocol import PeerLost
-from fastps.errors import ConfigError
+from fastps.control.protocol import PeerLost, ViewLost
+from fastps.errors import ConfigError, PeerLostError, TransportTimeout, ViewChangedError
 from fastps.session import connections
 from fastps.session.connections import Connections
 from fastps.transport import shm
@@ -49,10 +50,32 @@ def test_a_status_that_cannot_be_ends_the_connections():
     assert one.closed == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "is_asked"),
+    [
+        (TransportTimeout("worker 1 did not come"), True),
+        (ViewChangedError("call again"), True),
+        (PeerLostError("worker 2 is lost"), False),  # says it already
+        (ConfigError("not allowed"), False),
+    ],
+)
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_start_that_fails_names_the_loss_behind_it(monkeypatch, error, is_asked, is_told):
+    monkeypatch.setattr(connections, "_NEWS_S", 0.0)
+    one: Any = object.__new__(Connections)
+    one._told_loss, one._is_told = None, threading.Event()
+    one._last_job, one._fail, one._on_event = None, list[int]().append, list[Any]().append
+    lost = PeerLost("worker", 2, "node", 7, "died")
+    if is_told:
+        one._take(ViewLost(2, lost, survives=True))
+    assert one._loss_behind(error) == (lost if is_asked and is_told else None)
+
+
 def test_who_is_lost_is_lost_for_an_exchange_that_is_there_or_is_made_later():
     heard, gone, cut = list[Any](), list[int](), list[int]()
     one: Any = object.__new__(Connections)
     one._lost, one.node, one._on_event = [], None, heard.append
+    one._told_loss, one._is_told = None, threading.Event()
     one.client = SimpleNamespace(job=SimpleNamespace(me=0))
     early, late = (PeerLost("worker", rank, "node", 7, "died", goes_on=True) for rank in (2, 1))
     one._take(early)
