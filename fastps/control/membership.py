@@ -165,6 +165,7 @@ class Membership:
         self._notes: list[str] = []
         self._to_end: set[Place] = set()  # their launcher is about to end these
         self._why_to_end = ""
+        self._why_no_start = ""  # as was told to those who first waited in vain
         self._out: list[Action] = []
         self._idle_until = now + config.start_timeout_s
         self._watch = StartWatch(config.start_watch_s)
@@ -483,6 +484,7 @@ class Membership:
         """End the wait of a member, and of those whose waits end soon: they miss the same ones."""
         assert member.start_request is not None
         text = start_text(self.missing_text(), member.start_request.timeout_s)
+        self._why_no_start = self._why_no_start or text
         for item in list(self._peers.values()):
             if item.start_request is not None and item.start_deadline <= now + TOGETHER_S:
                 self._fail_start(item, "stall", text)
@@ -904,6 +906,8 @@ class Membership:
             self._finish(f"{self._end_reason}; some members did not leave in time")
         elif self.generation > 1:
             self._end("all workers left", 0, now)
+        elif self._why_no_start:
+            self._end(f"all that had joined gave up: {self._why_no_start}", 1, now)
         else:
             self._end(
                 f"nobody joined within {self._config.start_timeout_s:g} s; set "

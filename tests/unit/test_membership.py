@@ -779,3 +779,16 @@ def test_members_that_make_other_numbers_of_links_are_refused() -> None:
     assert " 2; set FASTPS_LINKS_PER_PEER to the same" in failure.message
     assert isinstance(driver.last(driver.join(links_per_peer=2)), Joined)
     assert isinstance(driver.last(driver.join("server", links_per_peer=0)), Joined)
+
+
+def test_a_job_that_all_have_given_up_says_who_was_missing():
+    driver = Driver(size=2, num_servers=1, start_timeout_s=15.0, lease_s=5)
+    for rank in range(2):
+        driver.wait(driver.join(rank=rank), timeout_s=15.0)
+    for _ in range(12):
+        driver.keep_alive()
+        driver.advance(3.0)
+    assert driver.finish is not None
+    assert driver.finish.code == 1
+    assert "all that had joined gave up: the job did not start within 15 s" in driver.finish.reason
+    assert "2 of 2 workers joined; 0 of 1 servers joined" in driver.finish.reason
