@@ -98,10 +98,13 @@ mutate: .venv/.test
 	$(RUN) tools/mutate.py --seed $(SEED) --jobs $(JOBS) --log out/mutate-$(SEED).jsonl $(MUTATE_FLAGS)
 
 # Exits with 1 if there are findings. LAYOUTS=memory,apart chooses; --help lists what can happen.
+# ELASTIC=1 makes all jobs elastic, of 1 worker at least.
 EVENTS ?= 100
 LAYOUTS ?=
+ELASTIC ?=
 chaos: .venv/.test
-	$(RUN) -m tools.chaos --seed $(SEED) --events $(EVENTS) --layouts "$(LAYOUTS)" $(CHAOS_FLAGS)
+	$(RUN) -m tools.chaos --seed $(SEED) --events $(EVENTS) --layouts "$(LAYOUTS)" \
+		$(if $(ELASTIC),--elastic $(ELASTIC)) $(CHAOS_FLAGS)
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.
 soak: .venv/.test

@@ -15,7 +15,7 @@ from tools.chaos import report
 from tools.chaos.events import STEPS, Event, draw, plan, victims_of
 from tools.chaos.gradients import first_model
 from tools.chaos.history import Replay
-from tools.chaos.judge import expectation, judge
+from tools.chaos.judge import Verdict, expectation, judge
 from tools.chaos.layouts import LAYOUTS
 from tools.chaos.seen import Seen
 
@@ -188,3 +188,13 @@ def test_tables_count_what_happened():
     assert line.split()[2:] == ["memory", "2", "0", "2", "0.10", "0.10", "0", "4", "0", "0"]
     assert report.findings([row]).count("wrong blame: memory: kill, worker 1") == 2
     assert len(first_model(has_fractions=True)) == 3
+
+
+def test_a_table_says_how_long_survivors_stood_still():
+    verdict = judge(KILL, MEMORY, gone_on(), least=1)
+    row = {"event": KILL.to_json(), "verdict": verdict.to_json()}
+    assert report.stalls([row | {"verdict": Verdict("lost").to_json()}]) == ""
+    lines = [line.split()[2:] for line in report.stalls([row, row]).splitlines()[1:]]
+    assert lines == [
+        [where, "2", "2.500", "2.500", "2.100", "2.100"] for where in ("all", "memory")
+    ]

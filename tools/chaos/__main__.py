@@ -3,13 +3,14 @@
 
     make chaos                                      100 events, all layouts, seed 1
     make chaos SEED=7 EVENTS=300 LAYOUTS=memory,apart
+    make chaos ELASTIC=1                            jobs that go on without who is lost
     python -m tools.chaos --only 'torchrun 12'      one event again: its layout and its seed
     python -m tools.chaos --list                    the layouts, and the events of a run
 
 Each event is one job of its own: tools/chaos/program.py trains with exact integer gradients, and
 writes a line of history for each step. One fault happens to it. Then the job has to end soon, with
 the right error on every survivor, the right exit code and last line, and nothing left behind.
-After a short pause it has to go on, and with --elastic also without a lost worker.
+After a short pause it has to go on, and with --elastic also without a lost worker or server.
 All parameters must have the bits of a NumPy replay. What is wrong is a finding, with its seed.
 
 A finding comes from a fault if it comes again: `--only` runs its event alone. Events that are only
@@ -288,6 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show(rows: Sequence[dict[str, Any]]) -> int:
     """Print the tables of a run; return the exit code."""
     print("\n" + report.table(rows))
+    if stalls := report.stalls(rows):
+        print("\n" + stalls)
     if found := report.findings(rows):
         print("\n" + found)
     count = sum(len(row["verdict"]["findings"]) for row in rows)

@@ -21,6 +21,7 @@ HEADS = (
     "left",
     "other",
 )
+QUICK = ("kill", "segv", "term")  # ends that others notice at once
 LAST = ("wrong blame", "wrong report", "wrong type")
 
 
@@ -49,7 +50,35 @@ def table(rows: Iterable[Row]) -> str:
             str(sum(kind in LAST for kind in kinds)), str(kinds.count("left behind")),
             str(sum(kind not in (*LAST, "left behind") for kind in kinds)),
         ))  # fmt: skip
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADS))]
+    return _aligned(lines)
+
+
+def stalls(rows: Iterable[Row]) -> str:
+    """Return a table of how long survivors of elastic jobs stood still; empty if none did.
+
+    stall: from the event to the first step in the next view; news: to the word of the loss.
+    """
+    groups = defaultdict[tuple[str, str], list[Row]](list)
+    for row in rows:
+        if row["verdict"].get("news"):
+            event = row["event"]
+            kind = "cut or stopped" if event["kind"] not in QUICK else "killed"
+            groups[f"{event['role']} {kind}", event["layout"]].append(row)
+            groups[f"all {kind}", "all"].append(row)
+    lines = [("lost", "layout", "jobs", "stall p50 s", "p99 s", "news p50 s", "p99 s")]
+    for (name, layout), found in sorted(groups.items()):
+        values = [
+            [value for row in found for value in row["verdict"][what]]
+            for what in ("detections", "news")
+        ]
+        cells = (f"{quantile(one, q):.3f}" if one else "-" for one in values for q in (0.5, 0.99))
+        lines.append((name, layout, str(len(found)), *cells))
+    return _aligned(lines) if len(lines) > 1 else ""
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Return lines of cells as a table: the first two columns to the left."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if column < 2 else cell.rjust(width)
