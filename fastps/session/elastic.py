@@ -494,7 +494,7 @@ class ElasticSession(Session):
                 handles = list(dict.fromkeys(self._active.values()))
             if any(self._is_forgotten(one) for one in handles):
                 with contextlib.suppress(FastPSError), self._rounds:
-                    if self._failed_round is None and any(self._is_forgotten(one) for one in handles):
+                    if any(self._is_forgotten(one) for one in handles):
                         self._complete_round()
             self._ending.wait(_LOOK_S)
 
