@@ -155,17 +155,6 @@ def test_an_elastic_job_may_end_where_it_need_not_go_on():
     assert judge(replace(KILL, layout="sets"), LAYOUTS["sets"], raises, least=1).findings == []
 
 
-def test_what_servers_hold_is_refused_in_an_elastic_job():
-    event, layout = replace(KILL, layout="local-sgd"), LAYOUTS["local-sgd"]
-    refused = seen(steps=(0, 0), errors=(0, 1), kind="ConfigError", code=1, event_at=None)
-    assert judge(event, layout, refused, least=1).findings == []
-    trained = seen(steps=(5, 0), errors=(), code=0, event_at=None)
-    for record in trained.records:
-        record["who"] = [[0, 1]] * 2
-    kinds = [one.kind for one in judge(event, layout, trained, least=1).findings]
-    assert {"not refused", "exit code"} <= set(kinds)
-
-
 def test_the_same_seed_draws_the_same_events_and_all_kinds_come():
     layouts = list(LAYOUTS.values())
     many = plan(1, 1200, layouts)

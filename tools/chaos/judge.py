@@ -139,8 +139,6 @@ def judge(event: Event, layout: Layout, seen: Seen, *, least: int | None = None)
     is_fine = expected == "fine" or (expected == "either" and has_ended_well)
     if expected == "goes on":
         _check_going_on(event, layout, seen, verdict)
-    elif least is not None and layout.elastic == "refused":
-        _check_refused(layout, seen, verdict)
     elif is_fine:
         _check_fine(event, layout, seen, verdict)
     elif expected != "gone" and not (event.role == "launcher" and event.kind == "term"):
@@ -205,19 +203,6 @@ def _check_going_on(event: Event, layout: Layout, seen: Seen, verdict: Verdict) 
         for error in seen.of(rank, "error"):
             if error["type"] not in OURS:
                 verdict.add("wrong type", f"worker {rank}: {error['type']}: {error['text']}")
-
-
-def _check_refused(layout: Layout, seen: Seen, verdict: Verdict) -> None:
-    """Check that workers were told why their job cannot be elastic."""
-    verdict.outcome = "refused"
-    for rank in range(layout.workers):
-        errors = seen.of(rank, "error")
-        if seen.of(rank, "step"):
-            verdict.add("not refused", f"worker {rank} took a step")
-        if errors and errors[0]["type"] not in ("ConfigError", *OURS):
-            verdict.add("wrong type", f"worker {rank}: {errors[0]}")
-    if all(one["code"] == 0 for one in seen.launchers.values()):
-        verdict.add("exit code", "nobody took a step, and the job ended with code 0")
 
 
 def limit_s(event: Event, layout: Layout, seen: Seen) -> float:

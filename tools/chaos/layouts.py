@@ -25,7 +25,7 @@ class Layout:
     machines: (workers, servers) of each. work: a key of WORKS in program.py. launcher: fastps-run,
     torchrun, or "none", where the driver starts scheduler and members itself. is_lab: each
     machine is a host of tools/netlab.py. elastic: what the work does in an elastic job that loses
-    a member: it "goes on", or "raises" an error, or is "refused" at the start.
+    a member: it "goes on", or "raises" an error.
     """
 
     name: str
@@ -82,7 +82,7 @@ LAYOUTS = {
         Layout("three-machines", ((1, 0), (1, 0), (0, 1)), is_lab=True),
         Layout("compression", ((3, 1),), "compression", TCP),
         Layout("sets", ((4, 0),), "sets", elastic="raises"),
-        Layout("local-sgd", ((2, 0),), "local_sgd", TCP, elastic="refused"),
+        Layout("local-sgd", ((2, 0),), "local_sgd", TCP),
         Layout("windows", ((4, 0),), "windows", elastic="raises"),
         Layout("torchrun", ((2, 0),), "torch", PATIENT, "torchrun", seconds=6.0, elastic="raises"),
         Layout("ddp", ((2, 0),), "ddp", PATIENT, seconds=9.0, elastic="raises"),

@@ -71,6 +71,7 @@ from tools.chaos.gradients import (  # noqa: E402
 )
 
 Sum = Callable[[int, list[Floats]], list[Floats]]
+SIZES: list[int] = []  # of the views of an elastic job
 
 
 def push_pull(step: int, gradients: list[Floats]) -> list[Floats]:
@@ -112,7 +113,10 @@ def sets() -> Sum:
 
 
 def local_sgd() -> Sum:
-    """Average the models of two local steps, each of half the gradient for every worker."""
+    """Average the models of two local steps, each of half the gradient.
+
+    The average is over the workers of the view in which it was made.
+    """
     held = {str(place): np.zeros_like(one) for place, one in enumerate(gradient(0, 0, 0))}
     local = fastps.LocalSGD(held, sync_every=2)
 
@@ -120,9 +124,10 @@ def local_sgd() -> Sum:
         before = [one.copy() for one in held.values()]
         for _ in range(2):
             for one, change in zip(held.values(), gradients, strict=True):
-                one += change * np.float32(fastps.size() / 2)
+                one += change / 2
             local.step()
-        return [one - old for one, old in zip(held.values(), before, strict=True)]
+        size = np.float32(SIZES[-1] if SIZES else fastps.size())
+        return [(one - old) * size for one, old in zip(held.values(), before, strict=True)]
 
     return sums
 
@@ -215,9 +220,6 @@ def leave() -> None:
         dist.destroy_process_group()
     else:
         fastps.shutdown()
-
-
-SIZES: list[int] = []  # of the views of an elastic job
 
 
 def told(view: fastps.View) -> None:
