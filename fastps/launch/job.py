@@ -449,8 +449,15 @@ class Job:
         if accusation is None:
             return None, None
         place = accusation.role, accusation.rank
-        found = (part for part in self.parts if isinstance(part, Child))
+        found = [part for part in self.parts if isinstance(part, Child)]
+        if lost is not None and self._may_be_renumbered():
+            return accusation, next((p for p in found if p.pid == lost.pid), None)
         return accusation, next((p for p in found if (p.role, p.rank) == place), None)
+
+    def _may_be_renumbered(self) -> bool:
+        """Return whether ranks may have closed up after a loss: a rank is another's then."""
+        scheduler = self._scheduler
+        return self._goes_on and (scheduler is None or scheduler.state.generation > 1)
 
     def _check_joined_together(self) -> None:
         """Fail a job whose workers all succeeded but never were in the job together.

@@ -56,3 +56,29 @@ def test_the_scheduler_stays_for_the_workers_of_other_machines(tmp_path, least, 
     assert codes[1 - victim] == 0, shown
     assert f"LAST {1 << (1 - victim)}" in shown[1 - victim]
     assert codes[0] == 0  # as the job; the other machine alone knows its own workers
+
+
+def test_a_launcher_takes_no_lost_worker_for_the_one_whose_rank_another_has_now(tmp_path):
+    """Worker 1 has rank 0 when it is lost, and ends the job: worker 0 is not to blame."""
+    program = tmp_path / "train.py"
+    text = """
+    import os, signal, time
+    import numpy as np
+    import fastps
+    fastps.init()
+    me = int(os.environ["FASTPS_RANK"])
+    for step in range(20):
+        if (step, me) in [(5, 0), (9, 1)]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fastps.push_pull(np.ones(9, np.float32), "x")
+    """
+    program.write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, "-m", "fastps.launch.run", "-np", "3", "--min", "2", sys.executable,
+         str(program)],
+        env=clean_environ() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=90, check=False,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 137, done.stderr
+    assert last.startswith("[fastps-run] worker 1 "), done.stderr
