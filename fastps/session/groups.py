@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
     from fastps.graph.survivor_rounds import Agreed
     from fastps.graph.windows import WindowTable
+    from fastps.session.connections import Connections
     from fastps.session.differences import Differences
     from fastps.session.host import SessionHost
     from fastps.session.join import JoinState
@@ -57,6 +58,9 @@ class Groups:
         stalls: StallWatch, differences: Differences,
     ) -> None:  # fmt: skip
         self._session, self._join_state, self._routes = session, join_state, routes
+        self._me = session.rank
+        # Of this view: in the next one, ranks and links are others. A single worker has none.
+        self._connections: Connections = getattr(session, "connections", None)
         self._stalls, self._differences = stalls, differences
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self._world = self._make(self._everybody())
@@ -139,7 +143,7 @@ class Groups:
         Which knows of validators and of who is left, and opens no links for it.
         """
         config, is_here = self._session.config, self.arena and self.world.is_on_one_machine
-        if is_here and not (config.goes_on or config.num_validators):
+        if is_here and not (config.goes_on or config.num_validators or config.is_elastic):
             return self.world.barrier(name=BARRIER)
         return self._session.enter_barrier(timeout_s=timeout_s) or self.world.barrier()
 
@@ -148,6 +152,9 @@ class Groups:
 
         After Ctrl-C, and a time that is none, too: the others count this worker as having come.
         """
+        if self._session.config.is_elastic:
+            self._session.barrier(timeout_s=timeout_s)
+            return
         flight, self._late_barrier = self._late_barrier or self.start_barrier(timeout_s), None
         try:
             flight.wait(timeout_s)
@@ -245,26 +252,26 @@ class Groups:
     @property
     def me(self) -> int:
         """Rank of this worker."""
-        return self._session.rank
+        return self._me
 
     @property
     def exchange(self) -> Exchange:
         """The engine."""
-        return self._session.connections.exchange
+        return self._connections.exchange
 
     def reach(self, members: Sequence[int]) -> None:
         """Make the links to members that there are not yet; blocks."""
-        self._session.connections.reach(members)
+        self._connections.reach(members)
 
     @property
     def arena(self) -> Arena | None:
         """Memory that others of this machine reach; None: there is none."""
-        return self._session.connections.arena if self._session.size > 1 else None
+        return self._connections.arena if self._session.size > 1 else None
 
     @property
     def arenas(self) -> dict[int, Mapping]:
         """That of each worker of this machine, by rank."""
-        return self._session.connections.arenas if self._session.size > 1 else {}
+        return self._connections.arenas if self._session.size > 1 else {}
 
     @property
     def timeout_s(self) -> float:
@@ -278,7 +285,7 @@ class Groups:
 
     def machine_of(self, rank: int) -> int:
         """Return the number of the machine that a worker is on."""
-        return self._session.connections.machine_of(rank) if self._session.size > 1 else 0
+        return self._connections.machine_of(rank) if self._session.size > 1 else 0
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> Array:
         """Make an array for a result; see Session.result()."""
@@ -369,10 +376,12 @@ class Groups:
         status = Status.PEER_LOST if isinstance(error, TransportError) else Status.SHUTDOWN
         if isinstance(error, ProtocolError):
             status = Status.PROTOCOL
-        return self._session.blame(name, status, said=str(error))
+        return self._session.blame(name, status, said=str(error), connections=self._connections)
 
     def explain(self, operation: Operation, status: int | None, timeout_s: float) -> FastPSError:
         """Word the error of an operation that failed, or, if status is None, did not end."""
         if status is None:
             return self._stalls.error(pending_operation(operation), timeout_s)
-        return self._session.blame(operation.name, status, culprit=operation.culprit)
+        return self._session.blame(
+            operation.name, status, culprit=operation.culprit, connections=self._connections
+        )

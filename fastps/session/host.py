@@ -135,8 +135,14 @@ class SessionHost(Protocol):
     ) -> PendingReply[Done] | None:
         """Start a barrier of the scheduler; None where nobody else is to come."""
 
+    def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
+        """Wait until every worker has come to a barrier of the scheduler."""
+
     def poison(self, poison: TensorPoisoned) -> None:
         """Let nobody use a tensor any more, and fail what is in flight on it."""
 
-    def blame(self, name: str, status: int, *, said: str = "", culprit: int = -1) -> FastPSError:
+    def blame(
+        self, name: str, status: int, *, said: str = "", culprit: int = -1,
+        connections: Connections | None = None,
+    ) -> FastPSError:  # fmt: skip
         """Return the error of a group's operation that failed."""

@@ -140,6 +140,7 @@ class Session(ForgetMixin):
         self.n_forgotten = 0
         self.held: dict[str, Any] = {}  # by name: see algorithms/held_parameters.py
         self.extra_statistics: list[Callable[[], dict[str, float]]] = []  # what statistics() adds
+        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         fork.sessions.add(self)
         self._begin(config)
         if config.num_servers or config.n_programs > 1 or config.force_distributed:
@@ -164,7 +165,6 @@ class Session(ForgetMixin):
         self.differences, self.drift = Differences(self), Drift(self, self.join_state)
         self._chunk_bytes = config.chunk_bytes or LOCAL_CHUNK_BYTES
         self._alone = single_worker.Tensors()
-        self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
 
     def _join(self, connections: Connections) -> None:
         """Take the connections, and the place in the job that they have."""
@@ -751,9 +751,16 @@ class Session(ForgetMixin):
         culprit = ticket.culprit
         return self._blame(self.connections.failure(ticket.name, status, culprit=culprit))
 
-    def blame(self, name: str, status: int, *, said: str = "", culprit: int = -1) -> FastPSError:
-        """Word the error of a group's operation that failed; see Connections.failure()."""
-        failure = self.connections.failure(name, status, said=said, culprit=culprit)
+    def blame(
+        self, name: str, status: int, *, said: str = "", culprit: int = -1,
+        connections: Connections | None = None,
+    ) -> FastPSError:  # fmt: skip
+        """Word the error of a group's operation that failed; see Connections.failure().
+
+        connections: on which it was; None: those of now.
+        """
+        found = connections or self.connections
+        failure = found.failure(name, status, said=said, culprit=culprit)
         return self._blame(replace(failure, is_operation=True))
 
     def _blame(self, failure: Failure) -> FastPSError:
