@@ -26,6 +26,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -52,11 +53,12 @@ from fastps.session.session import Session
 from fastps.session.tensor_spec import Arrays, Names, outputs_of, pair
 from fastps.session.view import View
 from fastps.types import DType, checked_seconds
-from fastps.worker.handle import Array, Handle, OperationHandle
+from fastps.worker.handle import READY, Array, Handle, OperationHandle
 
 if TYPE_CHECKING:
     from fastps.control.blame import Failure
     from fastps.session.connections import Connections
+    from fastps.session.groups import Groups
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,13 @@ _LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
 _COMMITS = "fastps.commits"  # channel of the rounds
 _ROUNDS = "fastps.rounds"  # channel on which survivors compare their last rounds
 _NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
+_PAUSE_S = 0.0002
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
+
+
+def _is_own_thread() -> bool:
+    """Return whether the program waits for this thread, and the next view may, too."""
+    return threading.current_thread().name.startswith("fastps:")
 
 
 class RootLostError(PeerLostError):
@@ -123,7 +131,10 @@ class ElasticHandle(Handle[Array | list[Array]]):
         self.is_awaited = False  # a thread waits for it, and takes part in rounds
         self.is_committed = False
         self.error: FastPSError | None = None  # why it cannot be started again
-        self._parts: list[OperationHandle] = []  # all but the last: of entries committed before
+        # what brings results, replaced as a whole; all but the last: of entries committed in
+        # earlier views
+        self._parts: Sequence[OperationHandle] = ()
+        self._begun: Sequence[int] = ()  # places of the last part
         self._left = list(range(len(names)))  # places that are not committed
         self.view = 0
 
@@ -133,9 +144,11 @@ class ElasticHandle(Handle[Array | list[Array]]):
         A thread that waits reads the view first, and so never takes the end of what was started
         in the last view for that of this one.
         """
-        part = self._begin(self._left)
-        before = self._parts[:-1] if self.view else []  # the last one has failed with its view
-        self._parts = [*before, part]
+        left, parts = list(self._left), self._parts
+        if parts:  # of the last one counts what was committed
+            kept = [at for at, place in enumerate(self._begun) if place not in left]
+            parts = [*parts[:-1], *([parts[-1].of_some(kept)] if kept else [])]
+        self._parts, self._begun = [*parts, self._begin(left)], left
         self.view = view
 
     def status(self) -> int | None:
@@ -170,9 +183,8 @@ class ElasticHandle(Handle[Array | list[Array]]):
     def late(self, timeout_s: float) -> FastPSError:
         """Return the error of what has not ended in time."""
         part = self._parts[-1]
-        return part._waiting.explain(
-            next(one for one in part._tickets if not one.is_done), part._operation, None, timeout_s
-        )
+        late = next((one for one in part._tickets if not one.is_done), part._tickets[-1])
+        return part._waiting.explain(late, part._operation, None, timeout_s)
 
     def explain(self) -> FastPSError:
         """Return the error of what has failed."""
@@ -186,6 +198,21 @@ class ElasticHandle(Handle[Array | list[Array]]):
         """Have results, of a dtype, multiplied by a factor when they are handed out."""
         self._factor = factor, code
         return self
+
+    def hand_out(self) -> None:
+        """Let a committed result land where the program has asked for it, if it has not yet."""
+        if self.is_committed and not self.has_ended:
+            self.wait(0.0)
+
+    def __del__(self) -> None:
+        """Hand out what nobody waited for: a later operation may begin with it."""
+        with contextlib.suppress(Exception):
+            self.hand_out()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its result or error was handed out."""
+        return self._state >= READY
 
     def _is_over(self) -> bool:
         return self.is_committed or self.error is not None
@@ -203,7 +230,6 @@ class ElasticHandle(Handle[Array | list[Array]]):
         for landing, output in zip(self._landings, self._outputs, strict=True):
             if landing is not output:
                 np.copyto(output, landing)
-        self._parts.clear()
         return self._outputs[0] if self._is_single else list(self._outputs)
 
 
@@ -220,17 +246,24 @@ class ElasticSession(Session):
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
         self._changed = threading.Condition()  # guards the next four
         self._news: ViewLost | None = None  # what the view is about to end for
+        self._cause = ""  # of the last end of a view
         self._is_changing = False
         self._fatal: FastPSError | None = None  # why no view comes any more
         self._active: dict[str, ElasticHandle] = {}  # in the order of their starts, by name
-        self._rounds = threading.Lock()  # held during a round; guards the next
+        self._rounds = threading.Lock()  # held during a round; guards the next two
         self._failed_round: FastPSError | None = None  # in this view
+        self._round_of = 0  # the thread that takes part in one
         self._layouts: dict[str, Layout] = {}  # of what was declared in earlier views
         self._landings: dict[str, Array] = {}  # of operations in place, by name
+        # started last on each name; until it is handed out, the result of one in place is beside
+        self._latest: weakref.WeakValueDictionary[str, ElasticHandle] = (
+            weakref.WeakValueDictionary()
+        )
         self._on_view: list[Callable[[View], object]] = []  # called with each new view
         self._threads: list[threading.Thread] = []
         super().__init__(config)
         self.first_place = self.rank, self.size  # in the first view, which no loss changes
+        assert self.groups is not None  # there from now on, except while a view begins
         self._fence.watch(self.connections.job)
         self._ending = threading.Event()
         work = {"fastps:view": self._change_views, "fastps:commit": self._take_part}
@@ -244,6 +277,22 @@ class ElasticSession(Session):
     def call_in_views(self, call: Callable[[View], object]) -> None:
         """Have a function called with each next view, before operations in it end."""
         self._on_view.append(call)
+
+    @property
+    def groups(self) -> Groups:
+        """The groups of the present view; blocks while the next one begins."""
+        if self._has_news(self.view) and not _is_own_thread() and self._fatal is None:
+            with contextlib.suppress(FastPSError):  # which the operation raises
+                self._await_view(self.view, self.config.start_timeout_s)
+        if (known := self._groups) is not None:
+            return known
+        with self._view_lock:
+            return super().groups
+
+    def is_free_for(self, *args: Any, **options: Any) -> bool:
+        """Return whether servers can take a name; see Session.is_free_for()."""
+        with self._view_lock:  # names are declared anew while a view begins
+            return super().is_free_for(*args, **options)
 
     # ---- operations ----
 
@@ -340,7 +389,15 @@ class ElasticSession(Session):
 
     def barrier(self, name: str = "barrier", *, timeout_s: float | None = None) -> None:
         """Wait until every worker of the view has come here; see Session.barrier()."""
-        self._in_a_view(functools.partial(super().barrier, name, timeout_s=timeout_s))
+        self._check_thread()
+        while True:  # without the lock: other threads may start what others do before they come
+            view = self.view
+            try:
+                super().barrier(name, timeout_s=timeout_s)
+            except ViewChangedError:
+                self._await_view(view, self.config.start_timeout_s)
+            else:
+                return
 
     def _landing(self, name: str, array: Array, output: Array) -> Array:
         """Return where a result lands: beside its array."""
@@ -362,6 +419,8 @@ class ElasticSession(Session):
                         f"tensor {name!r} is in flight already; wait for its handle first"
                     )
                 before.wait()
+            if (latest := self._latest.get(name)) is not None:
+                latest.hand_out()
         handle.entries = [self.commits.entry(name) for name in handle.names]
 
         def start() -> None:
@@ -370,6 +429,7 @@ class ElasticSession(Session):
                 if handle.scope is not None:
                     handle.scope.handles.append(handle)
                 self._active.update(dict.fromkeys(handle.names, handle))
+                self._latest.update(dict.fromkeys(handle.names, handle))
                 self._changed.notify_all()
 
         self._in_a_view(start)
@@ -377,6 +437,7 @@ class ElasticSession(Session):
 
     def _in_a_view(self, call: Callable[[], object]) -> None:
         """Do something that needs the other members, again where the view ends meanwhile."""
+        self._check_thread()
         while True:
             with self._view_lock:
                 view = self.view
@@ -387,6 +448,16 @@ class ElasticSession(Session):
                 else:
                     return
             self._await_view(view, self.config.start_timeout_s)
+
+    def _is_in_view_thread(self) -> bool:
+        return threading.current_thread() in self._threads[:1]
+
+    def _check_thread(self) -> None:
+        if self._is_in_view_thread():
+            raise FastPSError(
+                "on_view must not communicate: the view begins when it returns; note what it is "
+                "told, and communicate on the program's threads"
+            )
 
     # ---- waiting, and commits ----
 
@@ -399,47 +470,74 @@ class ElasticSession(Session):
         for one in handles:
             if one.scope is not None and not one.scope.is_closed:
                 raise FastPSError(f"close the scope of {one.names[0]!r} before you wait for it")
+        if any(not one._is_over() for one in handles):
+            self._check_thread()
         began = time.perf_counter()
         deadline = began + limit_s
         try:
             while left := [one for one in handles if not one._is_over()]:
-                self._settle_one(left[0], deadline, limit_s)
+                self._settle_one(left[0], deadline, limit_s, is_timed=timeout_s is not None)
         finally:
             self.wait_seconds[0] += time.perf_counter() - began
 
-    def _settle_one(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
+    def _settle_one(
+        self, handle: ElasticHandle, deadline: float, limit_s: float, *, is_timed: bool
+    ) -> None:
         view, unit = handle.view, handle.unit
-        unit.is_awaited = True
+        unit.is_awaited = not is_timed  # a round may take longer than this thread has
         try:
             for one in handle.mates:
                 left_s = max(deadline - time.perf_counter(), 0.0)
                 status = one.wait_landed(left_s)
                 if status != Status.OK:
                     break
-            self._settle_in_view(one, status, view, left_s, limit_s)
+            if one._is_over() or one.view != view:
+                time.sleep(_PAUSE_S)  # what is left of its scope is about to be started again
+                return
+            if status is None:
+                raise one.late(limit_s)
+            if status != Status.OK:
+                self._settle_failed(one, view, status, left_s)
+            elif is_timed:
+                self._await_commit(handle, view, deadline, limit_s)
+            else:
+                try:
+                    self._take_round(handle)
+                except ViewChangedError:
+                    self._await_view(view, left_s)
         finally:
             unit.is_awaited = False
 
-    def _settle_in_view(
-        self, handle: ElasticHandle, status: int | None, view: int, left_s: float, limit_s: float
+    def _await_commit(
+        self, handle: ElasticHandle, view: int, deadline: float, limit_s: float
     ) -> None:
-        if handle._is_over() or handle.view != view:
+        """Wait until fastps:commit has had a landed result committed, or the view has changed."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: handle._is_over() or self.view != view or self._fatal is not None,
+                max(deadline - time.perf_counter(), 0.0),
+            ):
+                raise handle.late(limit_s)
+            if not handle._is_over() and self.view == view and self._fatal is not None:
+                raise type(self._fatal)(str(self._fatal))
+
+    def _settle_failed(self, handle: ElasticHandle, view: int, status: int, left_s: float) -> None:
+        """Await the view in which an operation is started again, or keep its error."""
+        if status not in _LOSSES:
+            self._keep_error(handle, handle.explain())
             return
-        if status is None:
-            raise handle.late(limit_s)
-        if status == Status.OK:
-            with contextlib.suppress(ViewChangedError):
-                self._take_round(handle)
-                return
-        elif status not in _LOSSES:
-            error = handle.explain()
-            for one in handle.mates:  # which cannot be handed out without it
-                one.error = error
-            self._forget(handle.mates)
-            return
+        failure = self.connections.failure(handle.names[0], Status.PEER_LOST)
+        self._report(failure, view)
+        if self._is_departure(failure, view):  # nobody is lost
+            self._keep_error(handle, self._witness.error(failure))
         else:
-            self._report(handle, view)
-        self._await_view(view, left_s)
+            self._await_view(view, left_s)
+
+    def _keep_error(self, handle: ElasticHandle, error: FastPSError) -> None:
+        """Let an operation fail, and those of its scope, which cannot be handed out without it."""
+        for one in handle.mates:
+            one.error = error
+        self._forget(handle.mates)
 
     def _take_round(self, handle: ElasticHandle) -> None:
         """Take part in a round, unless the handle is committed meanwhile or its view ends."""
@@ -469,7 +567,14 @@ class ElasticSession(Session):
             units = dict.fromkeys(one.unit for one in handles)
         done = {unit for unit in units if unit.has_landed(self.view)}
         landed = [entry for one in handles if one.unit in done for entry in one.entries]
-        told = gather_objects(self.groups.world, landed, _COMMITS)
+        groups = self._groups
+        if groups is None:  # the next view could not begin yet
+            raise self._changed_error("commits")
+        self._round_of = threading.get_ident()
+        try:
+            told = gather_objects(groups.world, landed, _COMMITS)
+        finally:
+            self._round_of = 0
         self._commit(self.commits.complete(told))
 
     def _commit(self, entries: Sequence[str]) -> None:
@@ -487,6 +592,13 @@ class ElasticSession(Session):
             self._changed.notify_all()
 
     def _take_part(self) -> None:
+        try:
+            self._take_part_until_end()
+        except BaseException as error:
+            log.exception("results that no thread waits for cannot be committed")
+            self._fail(FastPSError(f"results cannot be committed: {error!r}"))
+
+    def _take_part_until_end(self) -> None:
         """Take part in rounds for what has landed while no thread waits for it."""
         while not self._ending.is_set():
             with self._changed:
@@ -496,12 +608,16 @@ class ElasticSession(Session):
                 with contextlib.suppress(FastPSError), self._rounds:
                     if any(self._is_forgotten(one) for one in handles):
                         self._complete_round()
+            del handles  # what the program has dropped is to go
             self._ending.wait(_LOOK_S)
 
     def _is_forgotten(self, handle: ElasticHandle) -> bool:
         """Return whether an operation has landed, and no thread takes part in rounds for it."""
-        unit = handle.unit
-        return not handle._is_over() and not unit.is_awaited and unit.has_landed(self.view)
+        return not handle.unit.is_awaited and self._is_landed(handle)
+
+    def _is_landed(self, handle: ElasticHandle) -> bool:
+        """Return whether an operation can be committed: its scope has landed in this view."""
+        return not handle._is_over() and handle.unit.has_landed(self.view)
 
     # ---- losses ----
 
@@ -531,12 +647,11 @@ class ElasticSession(Session):
             if self.view == view and self._fatal is not None:
                 raise type(self._fatal)(str(self._fatal))
 
-    def _report(self, handle: ElasticHandle, view: int) -> None:
+    def _report(self, failure: Failure, view: int) -> None:
         """Let the scheduler know that links ended, if it has not said so itself."""
         if self._has_news(view) or self._client is None or self.is_over:
             return
         generation = self._client.job.generation
-        failure = self.connections.failure(handle.names[0], Status.PEER_LOST)
         report = self._witness.report(failure)
         if report is not None and not self._has_news(view):
             with contextlib.suppress(FastPSError):
@@ -548,7 +663,7 @@ class ElasticSession(Session):
         """Return the error of an operation that is not started again."""
         if not failure.is_loss or self._fatal is not None or self.is_over:
             return super()._blame(failure)
-        view, is_changing = self.view, threading.current_thread() in self._threads[:1]
+        view, is_changing = self.view, self._is_in_view_thread()
         with contextlib.suppress(FastPSError):
             report = self._witness.report(failure)
             client = self._client
@@ -561,27 +676,58 @@ class ElasticSession(Session):
                     report.member, report.cause, is_owner=report.is_owner,
                     generation=client.job.generation,
                 )  # fmt: skip
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._has_news(view) or self._fatal is not None,
-                self.config.lease_s + _NEWS_S,
-            )
-            lost = self._news.lost if self._news is not None else "a member is lost"
-        if not self._has_news(view):
+        if self._is_departure(failure, view) or not self._has_news(view):
             return super()._blame(failure)
         what = failure.tensor if failure.is_operation else f"tensor {failure.tensor!r}"
+        return self._changed_error(what)
+
+    def _is_departure(self, failure: Failure, view: int) -> bool:
+        """Wait for news of what ended links; return whether a worker left in order."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._has_news(view)
+                    or self._fatal is not None
+                    or bool(self._witness.departure(failure.owner, failure.culprit))
+                ),
+                self.config.lease_s + _NEWS_S,
+            )
+            is_known = self._has_news(view) or self._fatal is not None
+        return not is_known and bool(self._witness.departure(failure.owner, failure.culprit))
+
+    def _changed_error(self, what: str) -> ViewChangedError:
         return ViewChangedError(
-            f"{what}: {lost}; the job goes on without it: call the "
-            "operation again on all workers. Make process sets anew before, and the groups of "
-            "torch.distributed by destroy_process_group() and init_process_group()"
+            f"{what}: {self._cause}; the job goes on without it: call the operation again on all "
+            "workers. Make process sets anew before, and the groups of torch.distributed by "
+            "destroy_process_group() and init_process_group()"
         )
+
+    def blame(
+        self, name: str, status: int, *, connections: Connections | None = None, **how: Any
+    ) -> FastPSError:
+        """Word the error of a group's operation; see Session.blame().
+
+        If its view has ended, once the next one has begun, so that it can be called again.
+        """
+        is_over = connections is not None and connections is not self.connections
+        if is_over and status in _LOSSES and not self.is_over:  # with its view
+            return self._changed_error(name)
+        view = self.view
+        error = super().blame(name, status, connections=connections, **how)
+        is_ours = threading.get_ident() == self._round_of or _is_own_thread()
+        if isinstance(error, ViewChangedError) and not is_ours:
+            try:
+                self._await_view(view, self.config.start_timeout_s)
+            except FastPSError as other:
+                return other
+        return error
 
     def _on_event(self, event: Event) -> None:
         if isinstance(event, ViewLost) and event.survives:
             log.info("%s; the job goes on in a new view", event.lost)
             self._fence.end(event.lost)
             with self._changed:
-                self._news = event
+                self._news, self._cause = event, str(event.lost)
                 self._changed.notify_all()
             return
         if isinstance(event, ViewLost):
@@ -591,6 +737,8 @@ class ElasticSession(Session):
         elif isinstance(event, JobOver):
             self._fail(ShutdownError(f"the job is over: {event.reason}"))
         super()._on_event(event)
+        with self._changed:
+            self._changed.notify_all()
 
     def _fail(self, error: FastPSError) -> None:
         with self._changed:
@@ -606,22 +754,28 @@ class ElasticSession(Session):
                 if self._ending.is_set():
                     return
                 self._is_changing = True
-            try:
-                with self._view_lock:
-                    self._change_view()
-            except FastPSError as error:
-                log.info("the view cannot begin: %s", error)
-                if self._is_told():
-                    continue  # another member was lost meanwhile
-                self._fail(error)
-            except BaseException as error:
-                log.exception("the view cannot be changed")
-                self._fail(FastPSError(f"the view cannot be changed: {error!r}"))
+            with self._view_lock:
+                while not self._has_changed_view():
+                    pass  # another member was lost meanwhile
             with self._changed:
                 self._is_changing = False
                 self._changed.notify_all()
             if self._fatal is not None:
                 return
+
+    def _has_changed_view(self) -> bool:
+        """Change the view; False: another member was lost meanwhile. Keeps why it cannot."""
+        try:
+            self._change_view()
+        except FastPSError as error:
+            log.info("the view cannot begin: %s", error)
+            if self._is_told():
+                return False
+            self._fail(error)
+        except BaseException as error:
+            log.exception("the view cannot be changed")
+            self._fail(FastPSError(f"the view cannot be changed: {error!r}"))
+        return True
 
     def _is_told(self) -> bool:
         """Wait until the scheduler says that a member is lost; False: it does not."""
@@ -655,6 +809,7 @@ class ElasticSession(Session):
         self._begin(self._given)
         self._landings.clear()
         connections = self._meet_again()
+        invalidate_call_cache()  # of calls that ended since the view has
         with self._changed:  # was another member lost before this view began, it is without it
             news = self._news
             if news is not None and news.generation <= connections.job.generation:
@@ -724,9 +879,18 @@ class ElasticSession(Session):
 
     def close(self) -> None:
         """Leave the job in order, as Session.close()."""
+        with self._changed:  # others may need us to commit what has landed
+            self._changed.wait_for(
+                lambda: (
+                    self._fatal is not None
+                    or not any(map(self._is_landed, list(self._active.values())))
+                ),
+                self.config.shutdown_timeout_s,
+            )
         self._ending.set()
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(self.config.shutdown_timeout_s)
         super().close()
+        self._fence.close()

@@ -253,6 +253,15 @@ class OperationHandle(Handle[Array | list[Array]]):
             if factor != 1.0 and code is not None:
                 scale(array, code, factor)
 
+    def of_some(self, places: Sequence[int]) -> OperationHandle:
+        """Return the handle of some of its tensors, by place."""
+        part = OperationHandle(
+            [self._tickets[place] for place in places], [self._outputs[place] for place in places],
+            self._waiting, is_single=False, operation=self._operation,
+        )  # fmt: skip
+        part._lack = self._lack
+        return part
+
     def wait_status(self, timeout_s: float) -> int | None:
         """Wait for the end; return the first status that is none of success, 0, or None in time.
 

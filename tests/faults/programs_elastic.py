@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -106,3 +108,158 @@ def average() -> dict[str, Any]:
         found.append(float(fastps.push_pull(array, "w")[-1]))
         mark("STEP", step)
     return {"found": found, "threads": sorted(one.name for one in threading.enumerate())}
+
+
+def look_on(*, steps: int, victim: int) -> dict[str, Any]:
+    """Gather ranks, again where the view changes, while another thread asks for the size."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    me = fastps.rank()
+    seen: set[int] = set()
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.is_set():
+            seen.add(fastps.size())
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    gathered, errors = [], []
+    for step in range(steps):
+        if me == victim and step == steps // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            try:
+                gathered.append(len(fastps.allgather(np.full(1, step))))
+                break
+            except fastps.ViewChangedError as error:
+                errors.append(str(error))
+    is_over.set()
+    looking.join()
+    return {"seen": sorted(seen), "gathered": gathered, "errors": errors}
+
+
+def wait_late(*, victim: int) -> dict[str, Any]:
+    """Wait for an operation of a group long after the view in which it began."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    before, me = fastps.size(), fastps.rank()
+    handle = None if me == victim else fastps.allgather_async(np.zeros(3))
+    fastps.barrier()
+    if handle is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert handle is not None
+    while fastps.size() == before:
+        time.sleep(0.01)
+    fastps.push_pull(np.zeros(3), "y")
+    began, text = time.monotonic(), ""
+    try:
+        handle.wait()
+    except fastps.ViewChangedError as error:
+        text = str(error)
+    return {"text": text, "seconds": time.monotonic() - began}
+
+
+def barriers(*, victim: int) -> dict[str, Any]:
+    """Wait in a barrier with one thread, before another has started what others do first."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    me, ones, found = fastps.rank(), np.ones(3), []
+    for step in range(20):
+        if me == victim and step == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if me == 0:
+            waiting = threading.Thread(target=fastps.barrier)
+            waiting.start()
+            time.sleep(0.02)
+            found.append(fastps.push_pull(ones, "x", average=False).tolist())
+            waiting.join()
+        else:
+            found.append(fastps.push_pull(ones, "x", average=False).tolist())
+            fastps.barrier()
+        mark("STEP", step)
+    return {"found": found}
+
+
+def in_place() -> dict[str, Any]:
+    """Reduce in place without a wait: what comes next begins with the result."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    polled, dropped = np.ones(3), np.ones(3)
+    handle = fastps.push_pull_async(polled, "polled", average=False, out=polled)
+    fastps.push_pull_async(dropped, "dropped", average=False, out=dropped)
+    while not handle.poll():
+        time.sleep(0.001)
+    again = fastps.push_pull_async(polled, "polled", average=False, out=polled)
+    while (dropped == 1).all():
+        time.sleep(0.001)
+    fastps.barrier()  # so that all have dropped theirs
+    return {"polled": again.wait().tolist(), "dropped": dropped.tolist()}
+
+
+def leave_early(*, steps: int) -> dict[str, Any]:
+    """Let worker 1 leave in order while the others go on."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    me, began, text = fastps.rank(), time.monotonic(), ""
+    try:
+        for step in range(steps):
+            if me == 1 and step == 2:
+                fastps.shutdown()
+                return {}
+            fastps.push_pull(np.ones(3), "x")
+    except fastps.PeerLostError as error:
+        text = str(error)
+    return {"text": text, "seconds": time.monotonic() - began}
+
+
+def leave_at_once() -> dict[str, Any]:
+    """Leave without having waited for a result that has landed here."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    handle = fastps.push_pull_async(np.ones(3), "x", average=False)
+    if fastps.rank() == 1:
+        handle._parts[-1].wait()
+        fastps.shutdown()
+        return {}
+    time.sleep(0.3)
+    return {"found": handle.wait().tolist()}
+
+
+def tell_and_communicate() -> dict[str, Any]:
+    """Call an operation from on_view, which may not communicate."""
+    texts = []
+
+    def told(view: fastps.View) -> None:
+        for call in (lambda: fastps.push_pull(np.ones(3), "v"), fastps.barrier):
+            try:
+                call()
+            except fastps.FastPSError as error:
+                texts.append(str(error))
+
+    fastps.init(elastic=fastps.Elastic(min=1, on_view=told))
+    mark("READY")
+    for step in range(20):
+        fastps.push_pull(np.ones(70_000), "x")
+        mark("STEP", step)
+    return {"texts": texts}
+
+
+def wait_in_time() -> dict[str, Any]:
+    """Wait with a time while another worker holds its interpreter lock."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    me, is_late = fastps.rank(), False
+    fastps.push_pull(np.ones(3), "x")
+    if me == 1:
+        fastps.push_pull_async(np.ones(3), "y", average=False)
+        ctypes.PyDLL(None).usleep(3_000_000)
+        time.sleep(0.5)
+        return {}
+    handle = fastps.push_pull_async(np.ones(3), "y", average=False)
+    time.sleep(0.2)
+    try:
+        handle.wait(0.2)
+    except fastps.StallError:
+        is_late = True
+    return {"is_late": is_late, "found": handle.wait().tolist()}

@@ -162,3 +162,84 @@ def test_below_the_least_number_all_end_with_the_cause():
         survivor = job.workers[0]
         assert survivor.wait() != 0
         assert "FASTPS_ELASTIC_MIN" in survivor.stderr()
+
+
+@pytest.mark.parametrize("layout", ["shared", "sockets"])
+def test_nobody_works_alone_while_a_view_begins(layout):
+    environment, servers = LAYOUTS[layout]
+    with Job(
+        programs_elastic.look_on, workers=3, servers=servers, environment=environment,
+        arguments={"steps": 400, "victim": 1},
+    ) as job:  # fmt: skip
+        results = results_of(job, 1)
+    for result in results.values():
+        assert result["seen"] == [2, 3]
+        assert set(result["gathered"]) == {2, 3}
+        assert len(result["errors"]) <= 1
+
+
+@pytest.mark.parametrize("layout", ["shared", "sockets"])
+def test_who_waits_late_is_told_at_once_that_the_view_has_changed(layout):
+    environment, servers = LAYOUTS[layout]
+    with Job(
+        programs_elastic.wait_late, workers=3, servers=servers, environment=environment,
+        arguments={"victim": 1},
+    ) as job:  # fmt: skip
+        results = results_of(job, 1)
+    for result in results.values():
+        assert "worker 1" in result["text"]
+        assert "call the operation again on all workers" in result["text"]
+        assert result["seconds"] < 1.0
+
+
+@pytest.mark.parametrize("layout", ["shared", "sockets"])
+def test_a_barrier_keeps_no_other_thread_and_is_repeated(layout):
+    environment, servers = LAYOUTS[layout]
+    with Job(
+        programs_elastic.barriers, workers=3, servers=servers, environment=environment,
+        arguments={"victim": 2},
+    ) as job:  # fmt: skip
+        results = results_of(job, 2)
+    assert [one["found"] for one in results.values()] == [[[3] * 3] * 10 + [[2] * 3] * 10] * 2
+
+
+def test_what_nobody_waited_for_is_in_place():
+    with Job(programs_elastic.in_place, workers=2, servers=0, environment=SHARED) as job:
+        results = results_of(job)
+    assert list(results.values()) == [{"polled": [4] * 3, "dropped": [2] * 3}] * 2
+
+
+@pytest.mark.parametrize("layout", ["shared", "sockets"])
+def test_a_worker_that_leaves_early_is_named_at_once(layout):
+    environment, servers = LAYOUTS[layout]
+    with Job(
+        programs_elastic.leave_early, workers=3, servers=servers, environment=environment,
+        arguments={"steps": 8},
+    ) as job:  # fmt: skip
+        results = results_of(job)
+    for rank in (0, 2):
+        assert "worker 1 left the job while others still had work" in results[rank]["text"]
+        assert results[rank]["seconds"] < STALL_S
+
+
+def test_who_leaves_takes_part_in_what_has_landed():
+    with Job(programs_elastic.leave_at_once, workers=2, servers=0, environment=SHARED) as job:
+        results = results_of(job)
+    assert results[0]["found"] == [2] * 3
+
+
+def test_on_view_may_not_communicate():
+    with Job(
+        programs_elastic.tell_and_communicate, workers=3, servers=0, environment=SHARED,
+        each={("worker", 1): {"FASTPS_FAULT": "local_arrive@12:kill"}},
+    ) as job:  # fmt: skip
+        results = results_of(job, 1)
+    for result in results.values():
+        assert len(result["texts"]) == 2
+        assert all("on_view must not communicate" in text for text in result["texts"])
+
+
+def test_a_wait_ends_in_its_time_and_may_be_called_again():
+    with Job(programs_elastic.wait_in_time, workers=2, servers=0, environment=SHARED) as job:
+        results = results_of(job)
+    assert results[0] == {"is_late": True, "found": [2] * 3}
