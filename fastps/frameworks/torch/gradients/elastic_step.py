@@ -10,7 +10,6 @@ copied. elastic_kind() makes the class of such an exchange; in other jobs none o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -162,7 +161,6 @@ class ElasticStep(GradientExchange):
             current.check_not_elastic("sparse gradients as rows", "pass sparse_as_dense=True")
 
 
-@functools.cache
 def elastic_kind(kind: type[E]) -> type[E]:
     """Return the class of an exchange in an elastic job."""
     return type(f"Elastic{kind.__name__}", (ElasticStep, kind), {})
