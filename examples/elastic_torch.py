@@ -10,9 +10,10 @@ import time
 import torch
 
 import fastps.torch as fps
+from fastps import View
 
 
-def told(view: fps.View) -> None:
+def told(view: View) -> None:
     """Print who is lost, and who goes on; called with each new view."""
     print(f"now worker {view.rank} of {view.size}: {view}", flush=True)
 

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -170,9 +171,9 @@ def test_workers_die_at_random(layout, kind, seed):
 def test_the_example_goes_on_when_a_worker_is_killed():
     words = ["fastps-run", "-n", "3", "--min", "1", "python", "examples/elastic_torch.py"]
     assert " ".join(words) in (ROOT / words[-1]).read_text()
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, env=clean_environ(), cwd=ROOT
-    ) as job:
+    environ = clean_environ()
+    environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ, cwd=ROOT) as job:
         assert job.stdout is not None
         said = ""
         while "step 50: worker 0" not in said:

@@ -30,7 +30,8 @@ from fastps.contract.rule import Choice as Rule
 from fastps.errors import FastPSError
 from fastps.frameworks.gradient_round import BUCKET_BYTES, Average, shortened
 from fastps.frameworks.torch.gradients.backward_end import call_at_the_end
-from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views, kind_of
+from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views
+from fastps.frameworks.torch.gradients.exchange_kinds import kind_of
 from fastps.frameworks.torch.gradients.module_buffers import BufferSync
 from fastps.frameworks.torch.gradients.no_compile import opaque, seen_as
 from fastps.frameworks.torch.ops.broadcast import broadcast_parameters

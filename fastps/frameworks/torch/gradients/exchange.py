@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -75,7 +75,6 @@ _PREFIX = (
     "if two optimizers have gradients of the same name, give one of them another prefix: "
     "DistributedOptimizer(..., prefix='Second.')"
 )
-E = TypeVar("E", bound="GradientExchange")
 
 
 class GradientExchange:
@@ -607,15 +606,6 @@ class GradientExchange:
             **options,
             **self._rate(),
         )
-
-
-def kind_of(kind: type[E]) -> type[E]:
-    """Return the class to use for an exchange: in an elastic job, one whose steps are units."""
-    if not hasattr(current.current(), "scope"):
-        return kind
-    from fastps.frameworks.torch.gradients.elastic_step import elastic_kind  # noqa: PLC0415
-
-    return elastic_kind(kind)
 
 
 def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:

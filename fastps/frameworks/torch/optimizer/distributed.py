@@ -16,7 +16,8 @@ import torch
 from fastps.algorithms.server_parameters import Compensating
 from fastps.contract.rule import Choice as Rule
 from fastps.frameworks.gradient_round import BUCKET_BYTES, Average
-from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views, kind_of
+from fastps.frameworks.torch.gradients.exchange import GradientExchange, Views
+from fastps.frameworks.torch.gradients.exchange_kinds import kind_of
 from fastps.frameworks.torch.ops.compression import Compressing, Compression, compressor_of
 from fastps.frameworks.torch.optimizer import adasum, cross_barrier, pipesgd, synchronous
 from fastps.frameworks.torch.optimizer import server_held as held
