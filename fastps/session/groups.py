@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
     from fastps.graph.survivor_rounds import Agreed
     from fastps.graph.windows import WindowTable
+    from fastps.session.connections import Connections
     from fastps.session.differences import Differences
     from fastps.session.host import SessionHost
     from fastps.session.join import JoinState
@@ -59,7 +60,7 @@ class Groups:
         self._session, self._join_state, self._routes = session, join_state, routes
         self._me = session.rank
         # Of this view: in the next one, ranks and links are others. A single worker has none.
-        self._connections: Any = getattr(session, "connections", None)
+        self._connections: Connections = getattr(session, "connections", None)  # type: ignore[assignment]
         self._stalls, self._differences = stalls, differences
         self.known: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
         self._world = self._make(self._everybody())

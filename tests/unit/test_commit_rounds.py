@@ -97,7 +97,6 @@ class Job:
 
 
 RANKS = st.integers(0, 3)
-DEAF = st.sets(RANKS).map(lambda ranks: "".join(map(str, ranks)))
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.sampled_from(["begin", "land"]), RANKS, st.sampled_from(NAMES)),
