@@ -66,7 +66,6 @@ _LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
 _COMMITS = "fastps.commits"  # channel of the rounds
 _ROUNDS = "fastps.rounds"  # channel on which survivors compare their last rounds
 _NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
-_PAUSE_S = 0.0002
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 
 
@@ -492,7 +491,8 @@ class ElasticSession(Session):
                 if status != Status.OK:
                     break
             if one._is_over() or one.view != view:
-                time.sleep(_PAUSE_S)  # what is left of its scope is about to be started again
+                with self._changed:  # what is left of its scope is about to be started again
+                    self._changed.wait(_LOOK_S)
                 return
             if status is None:
                 raise one.late(limit_s)
