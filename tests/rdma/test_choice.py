@@ -146,11 +146,11 @@ def test_a_server_without_rdma_refuses_such_a_link():
 def test_a_server_says_whose_fault_a_broken_link_is(me, failure, has_trouble, reported):
     said: list[tuple[int, str]] = []
     plane: Any = DataPlane.__new__(DataPlane)
-    plane._me, plane.name = me, "server 1"
+    plane.name = "server 1"
     plane._rdma = SimpleNamespace(failure_of=lambda rank: failure, has_trouble=has_trouble)
     plane._progress = SimpleNamespace(trouble_of=lambda rank: "")
-    plane._client = SimpleNamespace(report_lost=lambda *what: said.append(what))
-    plane._report(3, -3)
+    plane._client = SimpleNamespace(report_lost=lambda *what, **_: said.append(what))
+    plane._report(SimpleNamespace(me=me, generation=1), 3, -3)
     ((member, cause),) = said
     assert member == reported[0]
     assert cause.endswith(reported[1])
