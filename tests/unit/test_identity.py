@@ -6,9 +6,23 @@ from __future__ import annotations
 import os
 
 from fastps.config import load
+from fastps.control import identity
 from fastps.control.identity import host_id, host_of, machine_name
 
 CONFIG = load({}, {})
+
+
+def test_workers_of_an_elastic_job_share_memory_where_process_ids_are_the_same(
+    monkeypatch, tmp_path
+):
+    elastic = load({"size": 2, "elastic_min": 1}, {})
+    names = [machine_name(elastic, is_shared=True)]
+    assert host_of(names[0]) == host_id()
+    assert machine_name(elastic, is_shared=True) == names[0]
+    monkeypatch.setattr(identity, "PROCESSES_FILE", tmp_path)
+    names.append(machine_name(elastic, is_shared=True))
+    assert names[0] != names[1]
+    assert host_of(names[0]) == host_of(names[1])
 
 
 def test_processes_of_one_host_have_one_name():
