@@ -168,7 +168,7 @@ def helpers() -> list[int]:
 
     Call when all known children are reaped.
     """
-    return _descendants(os.getpid()) if _reap_orphans() else []
+    return _descendants(os.getpid()) if reap_orphans() else []
 
 
 def end_helpers(pids: Sequence[int]) -> None:
@@ -185,7 +185,7 @@ def sweep() -> list[int]:
     Call when all known children are reaped. Blocks up to 5 seconds.
     """
     start = time.monotonic()
-    while _reap_orphans():
+    while reap_orphans():
         elapsed = time.monotonic() - start
         left = _descendants(os.getpid())
         if elapsed > _SWEEP_LIMIT_S:
@@ -198,7 +198,7 @@ def sweep() -> list[int]:
     return []
 
 
-def _reap_orphans() -> bool:
+def reap_orphans() -> bool:
     """Reap the children that have ended; return whether others are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fastps.launch.processes import become_subreaper, reap_orphans
 from tools.chaos.events import CUTS, LATE_S, SIGNALS, STEPS, Event
 from tools.chaos.layouts import SETTINGS, Layout
 from tools.chaos.seen import Seen
@@ -42,7 +43,7 @@ GRACE_S = "8"
 AHEAD_S = 86_400  # of a clock that is ahead
 DISK_BYTES = 64 * 1024
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -110,20 +111,10 @@ def sweep(mark: str) -> None:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        _reap()
+        reap_orphans()
         time.sleep(0.02)
-    while _reap() and time.monotonic() < until:
+    while reap_orphans() and time.monotonic() < until:
         time.sleep(0.01)
-
-
-def _reap() -> bool:
-    """Take the ends of orphans that have become our children; return whether others live."""
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        return False
-    return True
 
 
 class Started:
@@ -192,7 +183,7 @@ class Runner:
 
     def run(self) -> Seen:
         """Run the job to its end or its deadline."""
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        become_subreaper()
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         self.seen.load = {"before": load_now(), "seed": self.event.seed % 10_000}
         try:
@@ -484,7 +475,7 @@ class Runner:
     def _look_for_leftovers(self, shared: set[str]) -> None:
         until = time.monotonic() + SETTLE_S * min(max(1.0, load_now()), 4.0)
         while (found := marked(self.mark)) and time.monotonic() < until:
-            _reap()
+            reap_orphans()
             time.sleep(0.02)
         self.histories.read()
         self.seen.records = self.histories.records
