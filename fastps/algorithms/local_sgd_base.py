@@ -265,7 +265,7 @@ class LocalSteps(Blocks):
                 handles += self._servers.start(name, change, value, sends=sends)
             return handles
         session: Any = current()
-        scope = session.scope() if hasattr(session, "scope") else None  # of an elastic job
+        scope = session.scope() if session.is_elastic else None
         how = {} if scope is None else {"scope": scope}
         for change, name, code, sends in zip(
             fragment.changes, fragment.names, fragment.codes, fragment.sends, strict=True

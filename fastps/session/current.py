@@ -222,7 +222,7 @@ def current() -> Session:
 
 def check_not_elastic(what: str, cure: str) -> None:
     """Raise ConfigError in an elastic job, for what cannot go on without a lost worker."""
-    if getattr(current(), "first_place", None) is not None:
+    if current().is_elastic:
         raise ConfigError(
             f"an elastic job (FASTPS_ELASTIC_MIN, fastps-run --min) does not support {what}, "
             f"which cannot go on when a worker is lost: {cure}, or start the job without --min"

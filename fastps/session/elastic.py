@@ -235,15 +235,16 @@ class ElasticHandle(Handle[Array | list[Array]]):
 class ElasticSession(Session):
     """Membership of this process in an elastic job, over all its views."""
 
+    is_elastic = True
+
     def __init__(self, config: Config) -> None:
         """Join the job, as a Session does."""
         self.commits = CommitLog()
         self.view = 1  # its number; the job's generation is another
-        self.views: list[View] = []  # all but the first
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
-        self._changed = threading.Condition()  # guards the next four
+        self._changed = threading.Condition()  # guards the next five
         self._news: ViewLost | None = None  # what the view is about to end for
         self._cause = ""  # of the last end of a view
         self._is_changing = False
@@ -560,6 +561,12 @@ class ElasticSession(Session):
         except FastPSError as error:
             self._failed_round = error
             raise
+        except BaseException as error:  # Ctrl-C
+            self._failed_round = FastPSError(
+                f"{type(error).__name__} ended a round in which workers commit results, so none "
+                "can be handed out before the next view; start the job again"
+            )
+            raise
 
     def _exchange_landed(self) -> None:
         with self._changed:
@@ -649,33 +656,22 @@ class ElasticSession(Session):
 
     def _report(self, failure: Failure, view: int) -> None:
         """Let the scheduler know that links ended, if it has not said so itself."""
-        if self._has_news(view) or self._client is None or self.is_over:
+        client, report = self._client, self._witness.report(failure)
+        is_known = self._has_news(view) and not self._is_in_view_thread()
+        if client is None or report is None or is_known or self.is_over:
             return
-        generation = self._client.job.generation
-        report = self._witness.report(failure)
-        if report is not None and not self._has_news(view):
-            with contextlib.suppress(FastPSError):
-                self._client.report_lost(
-                    report.member, report.cause, is_owner=report.is_owner, generation=generation
-                )
+        with contextlib.suppress(FastPSError):
+            client.report_lost(
+                report.member, report.cause, is_owner=report.is_owner,
+                generation=client.job.generation,
+            )  # fmt: skip
 
     def _blame(self, failure: Failure) -> FastPSError:
         """Return the error of an operation that is not started again."""
         if not failure.is_loss or self._fatal is not None or self.is_over:
             return super()._blame(failure)
-        view, is_changing = self.view, self._is_in_view_thread()
-        with contextlib.suppress(FastPSError):
-            report = self._witness.report(failure)
-            client = self._client
-            if (
-                report is not None
-                and client is not None
-                and (is_changing or not self._has_news(view))
-            ):
-                client.report_lost(
-                    report.member, report.cause, is_owner=report.is_owner,
-                    generation=client.job.generation,
-                )  # fmt: skip
+        view = self.view
+        self._report(failure, view)
         if self._is_departure(failure, view) or not self._has_news(view):
             return super()._blame(failure)
         what = failure.tensor if failure.is_operation else f"tensor {failure.tensor!r}"
@@ -831,7 +827,6 @@ class ElasticSession(Session):
             self.view + 1, self.rank, self.size, "; ".join(map(str, lost)), len(handles),
             time.monotonic() - began,
         )  # fmt: skip
-        self.views.append(view)
         if self.rank == 0:
             log.warning("%s", view)
         for call in self._on_view:

@@ -132,6 +132,8 @@ class Session(ForgetMixin):
     None from the start to the end.
     """
 
+    is_elastic = False  # whether it goes on in a new view: then it is an ElasticSession
+
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
         self.state, self._state_lock = State.OPEN, threading.Lock()

@@ -385,7 +385,7 @@ def _next_prefix(process_set: ProcessSet) -> str:
 
 def _buffers_kind() -> type[BufferSync]:
     """Return the class that copies buffers; another in an elastic job."""
-    if not hasattr(current.current(), "scope"):
+    if not current.current().is_elastic:
         return BufferSync
     from fastps.frameworks.torch.gradients.elastic_step import ElasticBuffers  # noqa: PLC0415
 

@@ -13,7 +13,7 @@ E = TypeVar("E", bound=GradientExchange)
 
 def kind_of(kind: type[E]) -> type[E]:
     """Return the class to use for an exchange: in an elastic job, one whose steps are units."""
-    if not hasattr(current.current(), "scope"):
+    if not current.current().is_elastic:
         return kind
     from fastps.frameworks.torch.gradients.elastic_step import elastic_kind  # noqa: PLC0415
 
