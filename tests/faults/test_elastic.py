@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import programs_elastic
@@ -47,6 +47,20 @@ def results_of(job: Job, *victims: int) -> dict[int, Any]:
     }
 
 
+def run(
+    program: Callable[..., Any], layout: str, *victims: int, workers: int = 3, fault: str = "",
+    **arguments: Any,
+) -> dict[int, Any]:  # fmt: skip
+    """Run a job whose victims kill themselves, by fault or in their program; give the results."""
+    environment, servers = LAYOUTS[layout]
+    each = {("worker", rank): {"FASTPS_FAULT": f"{fault}:kill"} for rank in victims if fault}
+    with Job(
+        program, workers=workers, servers=servers, environment=environment, each=each,
+        arguments=arguments,
+    ) as job:  # fmt: skip
+        return results_of(job, *victims)
+
+
 SHARED_KILLS = ["local_arrive@40", "local_chunk@60", "local_stage@30", "worker_start@60"]
 LINK_KILLS = ["worker_start@60", "worker_result@150", "link_send@60", "link_recv@70"]
 SERVER_KILLS = ["server_landing@200", "server_sum@60", "server_result@90", "link_recv@80"]
@@ -60,12 +74,7 @@ SERVER_KILLS = ["server_landing@200", "server_sum@60", "server_result@90", "link
 )
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_dies_at_an_exact_moment(layout, fault, victim):
-    environment, servers = LAYOUTS[layout]
-    each = {("worker", victim): {"FASTPS_FAULT": f"{fault}:kill"}}
-    with Job(
-        programs_elastic.train, workers=3, servers=servers, environment=environment, each=each
-    ) as job:
-        results = results_of(job, victim)
+    results = run(programs_elastic.train, layout, victim, fault=fault)
     check(results)
     assert max(result["slowest"] for result in results.values()) < STALL_S
 
@@ -126,18 +135,12 @@ def test_a_stopped_worker_is_killed_before_the_others_go_on():
 
 
 def test_results_may_be_awaited_in_any_order():
-    with Job(programs_elastic.wait_apart, workers=3, servers=0, environment=SHARED) as job:
-        sums = [worker.result()["sums"] for worker in job.workers]
-    assert sums == [[[7, 7]] * 30] * 3
+    results = run(programs_elastic.wait_apart, "shared")
+    assert [result["sums"] for result in results.values()] == [[[7, 7]] * 30] * 3
 
 
 def test_a_broadcast_keeps_its_root_when_ranks_close_up():
-    each = {("worker", 0): {"FASTPS_FAULT": "local_arrive@12:kill"}}
-    with Job(
-        programs_elastic.broadcast, workers=3, servers=0, environment=SHARED, each=each,
-        arguments={"root": 2},
-    ) as job:  # fmt: skip
-        results = results_of(job, 0)
+    results = run(programs_elastic.broadcast, "shared", 0, fault="local_arrive@12", root=2)
     assert results[1]["found"] == results[2]["found"]
     for result in results.values():
         # the rank 2 is nobody's after the loss, which the next call says
@@ -145,9 +148,7 @@ def test_a_broadcast_keeps_its_root_when_ranks_close_up():
 
 
 def test_an_average_is_over_those_who_took_part():
-    each = {("worker", 1): {"FASTPS_FAULT": "local_arrive@12:kill"}}
-    with Job(programs_elastic.average, workers=3, servers=0, environment=SHARED, each=each) as job:
-        results = results_of(job, 1)
+    results = run(programs_elastic.average, "shared", 1, fault="local_arrive@12")
     found = results[0]["found"]
     assert found == results[2]["found"]
     assert set(found) == {6.0}  # (0 + 6 + 12) / 3 and (0 + 12) / 2
@@ -166,12 +167,7 @@ def test_below_the_least_number_all_end_with_the_cause():
 
 @pytest.mark.parametrize("layout", ["shared", "sockets"])
 def test_nobody_works_alone_while_a_view_begins(layout):
-    environment, servers = LAYOUTS[layout]
-    with Job(
-        programs_elastic.look_on, workers=3, servers=servers, environment=environment,
-        arguments={"steps": 400, "victim": 1},
-    ) as job:  # fmt: skip
-        results = results_of(job, 1)
+    results = run(programs_elastic.look_on, layout, 1, steps=400, victim=1)
     for result in results.values():
         assert result["seen"] == [2, 3]
         assert set(result["gathered"]) == {2, 3}
@@ -180,12 +176,7 @@ def test_nobody_works_alone_while_a_view_begins(layout):
 
 @pytest.mark.parametrize("layout", ["shared", "sockets"])
 def test_who_waits_late_is_told_at_once_that_the_view_has_changed(layout):
-    environment, servers = LAYOUTS[layout]
-    with Job(
-        programs_elastic.wait_late, workers=3, servers=servers, environment=environment,
-        arguments={"victim": 1},
-    ) as job:  # fmt: skip
-        results = results_of(job, 1)
+    results = run(programs_elastic.wait_late, layout, 1, victim=1)
     for result in results.values():
         assert "worker 1" in result["text"]
         assert "call the operation again on all workers" in result["text"]
@@ -194,52 +185,35 @@ def test_who_waits_late_is_told_at_once_that_the_view_has_changed(layout):
 
 @pytest.mark.parametrize("layout", ["shared", "sockets"])
 def test_a_barrier_keeps_no_other_thread_and_is_repeated(layout):
-    environment, servers = LAYOUTS[layout]
-    with Job(
-        programs_elastic.barriers, workers=3, servers=servers, environment=environment,
-        arguments={"victim": 2},
-    ) as job:  # fmt: skip
-        results = results_of(job, 2)
+    results = run(programs_elastic.barriers, layout, 2, victim=2)
     assert [one["found"] for one in results.values()] == [[[3] * 3] * 10 + [[2] * 3] * 10] * 2
 
 
 def test_what_nobody_waited_for_is_in_place():
-    with Job(programs_elastic.in_place, workers=2, servers=0, environment=SHARED) as job:
-        results = results_of(job)
+    results = run(programs_elastic.in_place, "shared", workers=2)
     assert list(results.values()) == [{"polled": [4] * 3, "dropped": [2] * 3}] * 2
 
 
 @pytest.mark.parametrize("layout", ["shared", "sockets"])
 def test_a_worker_that_leaves_early_is_named_at_once(layout):
-    environment, servers = LAYOUTS[layout]
-    with Job(
-        programs_elastic.leave_early, workers=3, servers=servers, environment=environment,
-        arguments={"steps": 8},
-    ) as job:  # fmt: skip
-        results = results_of(job)
+    results = run(programs_elastic.leave_early, layout, steps=8)
     for rank in (0, 2):
         assert "worker 1 left the job while others still had work" in results[rank]["text"]
         assert results[rank]["seconds"] < STALL_S
 
 
 def test_who_leaves_takes_part_in_what_has_landed():
-    with Job(programs_elastic.leave_at_once, workers=2, servers=0, environment=SHARED) as job:
-        results = results_of(job)
+    results = run(programs_elastic.leave_at_once, "shared", workers=2)
     assert results[0]["found"] == [2] * 3
 
 
 def test_on_view_may_not_communicate():
-    with Job(
-        programs_elastic.tell_and_communicate, workers=3, servers=0, environment=SHARED,
-        each={("worker", 1): {"FASTPS_FAULT": "local_arrive@12:kill"}},
-    ) as job:  # fmt: skip
-        results = results_of(job, 1)
+    results = run(programs_elastic.tell_and_communicate, "shared", 1, fault="local_arrive@12")
     for result in results.values():
         assert len(result["texts"]) == 2
         assert all("on_view must not communicate" in text for text in result["texts"])
 
 
 def test_a_wait_ends_in_its_time_and_may_be_called_again():
-    with Job(programs_elastic.wait_in_time, workers=2, servers=0, environment=SHARED) as job:
-        results = results_of(job)
+    results = run(programs_elastic.wait_in_time, "shared", workers=2)
     assert results[0] == {"is_late": True, "found": [2] * 3}
