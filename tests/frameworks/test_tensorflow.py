@@ -145,13 +145,14 @@ TRAINING = """
             is_small = kind is not fps.Compression.none and x.dtype.is_floating
             assert (sent.dtype.size == 2) == is_small
             same(kind.decompress(sent, context), x)
-    for way in ({}, {"bucket_bytes": 0}, {"compression": fps.Compression.fp16},
-                {"compression": fps.Compression.none}):
+    ways = ({}, {"bucket_bytes": 0}, {"compression": fps.Compression.fp16},
+            {"compression": fps.Compression.none})
+    for place, way in enumerate(ways):
         for wrap in (lambda f: f, tf.function):
             weights = begin(rank)
             fps.broadcast_variables(weights)
             def tape_of():
-                return fps.DistributedGradientTape(tf.GradientTape(), prefix=" ".join(way), **way)
+                return fps.DistributedGradientTape(tf.GradientTape(), prefix=f"way {place}", **way)
             train(tape_of, weights, rank, 2, wrap)
             for one, two in zip(weights, alone, strict=True):
                 np.testing.assert_allclose(one, two, rtol=0.02, atol=0.02)
