@@ -238,6 +238,8 @@ class FakeHandle:
 class FakeSession:
     """One rank's half."""
 
+    is_elastic = False
+
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self._cluster = cluster
         self.rank = rank
