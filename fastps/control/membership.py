@@ -55,6 +55,7 @@ from fastps.control.blame import (
     unreached_text,
 )
 from fastps.control.collectives import Answers, Collectives
+from fastps.control.commits import Commits
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
     Absent,
@@ -84,6 +85,8 @@ from fastps.control.protocol import (
     PeerLeft,
     PeerLost,
     ReportLost,
+    ResultsCommitted,
+    ResultsLanded,
     Started,
     Tell,
     Told,
@@ -180,6 +183,7 @@ class Membership:
         self.refused: dict[str, int] = {}  # number of refused requests, by kind
         self._declarations = Declarations(config, owners={}, refused=self.refused)
         self._collectives = Collectives(config.n_programs, self._declarations.forget)
+        self._commits = Commits()
 
     # ---- events ----
 
@@ -212,6 +216,8 @@ class Membership:
             self._keys(member, message)
         elif isinstance(message, Tell):
             self._relay(member, message)
+        elif isinstance(message, ResultsLanded):
+            self._land(member, message)
         elif isinstance(message, Dropped):
             self._declarations.dropped(peer, message.request)
         elif isinstance(message, Whereabouts):
@@ -707,6 +713,7 @@ class Membership:
         self._suspicions.clear()
         self._send_all(self._collectives.fail_all("view", str(lost)))
         self._send_all(self._declarations.fail_all("view", str(lost)))
+        self._commits.end_view()
         self._send(member.peer, ViewLost(self.generation, lost, survives=False))
         survivors = [item for item in self._peers.values() if item is not member]
         for item in survivors:
@@ -786,6 +793,7 @@ class Membership:
                 self._idle_until = now + self._config.start_timeout_s
 
     def _next_generation(self, now: float) -> None:
+        self._commits.end_view()
         self.phase = Phase.LOBBY
         self.generation += 1
         self._departure = ""
@@ -891,6 +899,17 @@ class Membership:
         for item in self._programs():
             if item.is_working and item.number in message.members:
                 self._send(item.peer, told)
+
+    def _land(self, member: Peer, message: ResultsLanded) -> None:
+        """Commit what has now landed on all workers of the view."""
+        if self.phase is not Phase.RUNNING or message.generation != self.generation:
+            return  # of a view that has ended: it is made again
+        if not (member.is_worker and member.is_working):
+            return
+        done = self._commits.land(member.peer, message.entries, self._view.n_programs)
+        if done:
+            committed = ResultsCommitted(tuple(done))
+            self._out += [Send(item.peer, committed) for item in self._programs()]
 
     def _life_text(self, peer: int, now: float) -> str:
         """Return the text about a suspect's heartbeats."""

@@ -49,6 +49,7 @@ MAX_MEMBERS = 1 << 16
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
+Entry: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS + 24, pattern=r"#[0-9]+\Z")]
 Role: TypeAlias = Annotated[str, Meta(pattern=r"\A(worker|server|scheduler|validator)\Z")]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
@@ -439,6 +440,13 @@ class Tell(_Message, frozen=True):
     has_joined: bool = False
 
 
+class ResultsLanded(_Message, frozen=True):
+    """Report which results of a view have landed on this worker; see control/commits.py."""
+
+    generation: Id
+    entries: tuple[Entry, ...]
+
+
 class Waiting(_Message, frozen=True):
     """Report what this worker waits for, and for how long; answered by StallTold.
 
@@ -499,6 +507,7 @@ ToScheduler: TypeAlias = (
     | Unheard
     | Confirmed
     | Tell
+    | ResultsLanded
     | Whereabouts
 )
 
@@ -599,6 +608,12 @@ class ViewLost(_Message, frozen=True):
     generation: Id
     lost: PeerLost
     survives: bool
+
+
+class ResultsCommitted(_Message, frozen=True):
+    """Results have landed on all workers of the view, and may be handed out."""
+
+    entries: tuple[Entry, ...]
 
 
 class PeerLeft(_Message, frozen=True):
@@ -709,6 +724,7 @@ class JobOver(_Message, frozen=True):
 Event: TypeAlias = (
     PeerLost
     | ViewLost
+    | ResultsCommitted
     | PeerLeft
     | OwnerLeft
     | TensorPoisoned

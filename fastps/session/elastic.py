@@ -8,15 +8,15 @@ rules make the results right:
 
 1. Sources stay intact. An operation in place lands beside its array, and is copied there only
    when it is committed, so until then it can be started again.
-2. A result is handed out when it has landed on all workers (commit_log.py). After a loss, either
-   some survivor knows that, and then all survivors have the result, or nobody has handed it out,
-   and all start it again, as a sum or average over the survivors.
+2. A result is handed out when it has landed on all workers, which the scheduler decides
+   (control/commits.py). All survivors know of the same commits when a view ends. Nobody has handed
+   out the rest, and all start it again, as a sum or average over the survivors.
 3. No survivor awaits the next view before its threads and links of the last one have ended, and
    the lost process, if it is on this machine, has ended too. So nothing of the last view is
    written once operations of the next one have begun.
 
-Threads: any that start and wait; fastps:view changes the view; fastps:commit takes part in rounds
-of commits while no thread of the program waits.
+Threads: any that start and wait; fastps:view changes the view; fastps:commit reports what has
+landed while no thread of the program waits; the control thread takes commits.
 """
 
 from __future__ import annotations
@@ -34,11 +34,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives._calls import invalidate_call_cache
-from fastps.collectives.row_counts import gather_objects
 from fastps.config import Config
 from fastps.contract.contract import Policy
+from fastps.control.commits import entry_of, parts_of
 from fastps.control.fence import Fence
-from fastps.control.protocol import Event, JobOver, Layout, PeerLost, TensorSpec, ViewLost, relaid
+from fastps.control.protocol import (
+    Event,
+    JobOver,
+    Layout,
+    PeerLost,
+    ResultsCommitted,
+    ResultsLanded,
+    TensorSpec,
+    ViewLost,
+    relaid,
+)
 from fastps.errors import (
     ConfigError,
     DuplicateNameError,
@@ -48,7 +58,6 @@ from fastps.errors import (
     Status,
     ViewChangedError,
 )
-from fastps.session.commit_log import CommitLog, Round
 from fastps.session.session import Session
 from fastps.session.tensor_spec import Arrays, Names, outputs_of, pair
 from fastps.session.view import View
@@ -63,8 +72,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
-_COMMITS = "fastps.commits"  # channel of the rounds
-_ROUNDS = "fastps.rounds"  # channel on which survivors compare their last rounds
 _NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 
@@ -88,7 +95,7 @@ class Scope:
     def __init__(self) -> None:
         self.handles: list[ElasticHandle] = []
         self.is_closed = False
-        self.is_awaited = False  # as of ElasticHandle
+        self.reported = 0  # as of ElasticHandle
 
     def close(self) -> None:
         """Say that all operations are in."""
@@ -126,8 +133,8 @@ class ElasticHandle(Handle[Array | list[Array]]):
         self._is_single = is_single
         self._begin = begin
         self.names = names
-        self.entries = [session.commits.entry(name) for name in names]
-        self.is_awaited = False  # a thread waits for it, and takes part in rounds
+        self.entries: Sequence[str] = ()  # of the results, see control/commits.py
+        self.reported = 0  # the view in which it was reported that it has landed
         self.is_committed = False
         self.error: FastPSError | None = None  # why it cannot be started again
         # what brings results, replaced as a whole; all but the last: of entries committed in
@@ -173,11 +180,16 @@ class ElasticHandle(Handle[Array | list[Array]]):
         """Wait until it has ended; return its status, or None in time."""
         return self._parts[-1].wait_status(timeout_s)
 
-    def commit(self, entries: set[str]) -> bool:
+    def commit(self, entry: str) -> bool:
         """Take what was committed; return whether that is all of it."""
-        self._left = [place for place in self._left if self.entries[place] not in entries]
+        self._left = [place for place in self._left if self.entries[place] != entry]
         self.is_committed = not self._left
         return self.is_committed
+
+    @property
+    def left_entries(self) -> list[str]:
+        """The entries of its results that are not committed."""
+        return [self.entries[place] for place in self._left]
 
     def late(self, timeout_s: float) -> FastPSError:
         """Return the error of what has not ended in time."""
@@ -239,20 +251,18 @@ class ElasticSession(Session):
 
     def __init__(self, config: Config) -> None:
         """Join the job, as a Session does."""
-        self.commits = CommitLog()
         self.view = 1  # its number; the job's generation is another
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
-        self._changed = threading.Condition()  # guards the next five
+        self._changed = threading.Condition()  # guards the next seven
+        self._generation = 0  # of the job, in this view
+        self._counts: dict[str, int] = {}  # of commits, by name
         self._news: ViewLost | None = None  # what the view is about to end for
         self._cause = ""  # of the last end of a view
         self._is_changing = False
         self._fatal: FastPSError | None = None  # why no view comes any more
         self._active: dict[str, ElasticHandle] = {}  # in the order of their starts, by name
-        self._rounds = threading.Lock()  # held during a round; guards the next two
-        self._failed_round: FastPSError | None = None  # in this view
-        self._round_of = 0  # the thread that takes part in one
         self._layouts: dict[str, Layout] = {}  # of what was declared in earlier views
         self._landings: dict[str, Array] = {}  # of operations in place, by name
         # started last on each name; until it is handed out, the result of one in place is beside
@@ -264,9 +274,10 @@ class ElasticSession(Session):
         super().__init__(config)
         self.first_place = self.rank, self.size  # in the first view, which no loss changes
         assert self.groups is not None  # there from now on, except while a view begins
+        self._generation = self.connections.job.generation
         self._fence.watch(self.connections.job)
         self._ending = threading.Event()
-        work = {"fastps:view": self._change_views, "fastps:commit": self._take_part}
+        work = {"fastps:view": self._change_views, "fastps:commit": self._report_landings}
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for name, target in work.items()
@@ -421,7 +432,10 @@ class ElasticSession(Session):
                 before.wait()
             if (latest := self._latest.get(name)) is not None:
                 latest.hand_out()
-        handle.entries = [self.commits.entry(name) for name in handle.names]
+        with self._changed:
+            handle.entries = [
+                entry_of(name, self._counts.get(name, 0) + 1) for name in handle.names
+            ]
 
         def start() -> None:
             handle.start(self.view)
@@ -476,43 +490,33 @@ class ElasticSession(Session):
         deadline = began + limit_s
         try:
             while left := [one for one in handles if not one._is_over()]:
-                self._settle_one(left[0], deadline, limit_s, is_timed=timeout_s is not None)
+                self._settle_one(left[0], deadline, limit_s)
         finally:
             self.wait_seconds[0] += time.perf_counter() - began
 
-    def _settle_one(
-        self, handle: ElasticHandle, deadline: float, limit_s: float, *, is_timed: bool
-    ) -> None:
-        view, unit = handle.view, handle.unit
-        unit.is_awaited = not is_timed  # a round may take longer than this thread has
-        try:
-            for one in handle.mates:
-                left_s = max(deadline - time.perf_counter(), 0.0)
-                status = one.wait_landed(left_s)
-                if status != Status.OK:
-                    break
-            if one._is_over() or one.view != view:
-                with self._changed:  # what is left of its scope is about to be started again
-                    self._changed.wait(_LOOK_S)
-                return
-            if status is None:
-                raise one.late(limit_s)
+    def _settle_one(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
+        """Wait until a handle is committed, has failed, or its view has changed."""
+        view = handle.view
+        for one in handle.mates:
+            left_s = max(deadline - time.perf_counter(), 0.0)
+            status = one.wait_landed(left_s)
             if status != Status.OK:
-                self._settle_failed(one, view, status, left_s)
-            elif is_timed:
-                self._await_commit(handle, view, deadline, limit_s)
-            else:
-                try:
-                    self._take_round(handle)
-                except ViewChangedError:
-                    self._await_view(view, left_s)
-        finally:
-            unit.is_awaited = False
+                break
+        if one._is_over() or one.view != view:
+            with self._changed:  # what is left of its scope is about to be started again
+                self._changed.wait(_LOOK_S)
+        elif status is None:
+            raise one.late(limit_s)
+        elif status != Status.OK:
+            self._settle_failed(one, view, status, left_s)
+        else:
+            self._report_landed(handle.unit, handle.mates)
+            self._await_commit(handle, view, deadline, limit_s)
 
     def _await_commit(
         self, handle: ElasticHandle, view: int, deadline: float, limit_s: float
     ) -> None:
-        """Wait until fastps:commit has had a landed result committed, or the view has changed."""
+        """Wait until a landed result is committed, or the view has changed."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: handle._is_over() or self.view != view or self._fatal is not None,
@@ -536,91 +540,52 @@ class ElasticSession(Session):
 
     def _keep_error(self, handle: ElasticHandle, error: FastPSError) -> None:
         """Let an operation fail, and those of its scope, which cannot be handed out without it."""
-        for one in handle.mates:
-            one.error = error
-        self._forget(handle.mates)
-
-    def _take_round(self, handle: ElasticHandle) -> None:
-        """Take part in a round, unless the handle is committed meanwhile or its view ends."""
-        view = handle.view
-        with self._rounds:
-            if handle._is_over() or view != self.view:
-                return
-            self._complete_round()
-
-    def _complete_round(self) -> None:
-        """Take part in a round; after one that failed here there is no other in its view.
-
-        For others may have completed that one, and would complete the next with what this worker
-        says in it, which would then be two rounds behind.
-        """
-        if self._failed_round is not None:
-            raise type(self._failed_round)(str(self._failed_round))
-        try:
-            self._exchange_landed()
-        except FastPSError as error:
-            self._failed_round = error
-            raise
-        except BaseException as error:  # Ctrl-C
-            self._failed_round = FastPSError(
-                f"{type(error).__name__} ended a round in which workers commit results, so none "
-                "can be handed out before the next view; start the job again"
-            )
-            raise
-
-    def _exchange_landed(self) -> None:
         with self._changed:
-            handles = list(dict.fromkeys(self._active.values()))
-            units = dict.fromkeys(one.unit for one in handles)
-        done = {unit for unit in units if unit.has_landed(self.view)}
-        landed = [entry for one in handles if one.unit in done for entry in one.entries]
-        groups = self._groups
-        if groups is None:  # the next view could not begin yet
-            raise self._changed_error("commits")
-        self._round_of = threading.get_ident()
-        try:
-            told = gather_objects(groups.world, landed, _COMMITS)
-        finally:
-            self._round_of = 0
-        self._commit(self.commits.complete(told))
+            for one in handle.mates:
+                one.error = error
+                self._forget(one)
+
+    def _report_landed(
+        self, unit: Scope | ElasticHandle, handles: Sequence[ElasticHandle]
+    ) -> None:
+        """Report to the scheduler, once in a view, that a unit has landed in it."""
+        with self._changed:
+            if unit.reported == self.view or not unit.has_landed(self.view):
+                return
+            unit.reported = self.view
+            entries = [entry for one in handles for entry in one.left_entries]
+            landed = ResultsLanded(self._generation, tuple(entries))
+        if (client := self._client) is not None:
+            with contextlib.suppress(FastPSError):  # the end of the connection has its own error
+                client.send(landed)
 
     def _commit(self, entries: Sequence[str]) -> None:
-        known = set(entries)
+        """Take commits, on the control thread."""
         with self._changed:
-            handles = list(dict.fromkeys(self._active.values()))
-        self._forget([one for one in handles if one.commit(known)])
-
-    def _forget(self, handles: Sequence[ElasticHandle]) -> None:
-        with self._changed:
-            for handle in handles:
-                for name in handle.names:
-                    if self._active.get(name) is handle:
-                        del self._active[name]
+            for entry in entries:
+                name, self._counts[name] = parts_of(entry)
+                handle = self._active.get(name)
+                if handle is not None and handle.commit(entry):
+                    self._forget(handle)
             self._changed.notify_all()
 
-    def _take_part(self) -> None:
-        try:
-            self._take_part_until_end()
-        except BaseException as error:
-            log.exception("results that no thread waits for cannot be committed")
-            self._fail(FastPSError(f"results cannot be committed: {error!r}"))
+    def _forget(self, handle: ElasticHandle) -> None:
+        """Let an operation be active no more; the caller holds the lock."""
+        for name in handle.names:
+            if self._active.get(name) is handle:
+                del self._active[name]
+        self._changed.notify_all()
 
-    def _take_part_until_end(self) -> None:
-        """Take part in rounds for what has landed while no thread waits for it."""
+    def _report_landings(self) -> None:
+        """Report what lands while no thread waits for it, until the end."""
         while not self._ending.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._active or self._ending.is_set())
                 handles = list(dict.fromkeys(self._active.values()))
-            if any(self._is_forgotten(one) for one in handles):
-                with contextlib.suppress(FastPSError), self._rounds:
-                    if any(self._is_forgotten(one) for one in handles):
-                        self._complete_round()
+            for handle in handles:
+                self._report_landed(handle.unit, handle.mates)
             del handles  # what the program has dropped is to go
             self._ending.wait(_LOOK_S)
-
-    def _is_forgotten(self, handle: ElasticHandle) -> bool:
-        """Return whether an operation has landed, and no thread takes part in rounds for it."""
-        return not handle.unit.is_awaited and self._is_landed(handle)
 
     def _is_landed(self, handle: ElasticHandle) -> bool:
         """Return whether an operation can be committed: its scope has landed in this view."""
@@ -710,8 +675,7 @@ class ElasticSession(Session):
             return self._changed_error(name)
         view = self.view
         error = super().blame(name, status, connections=connections, **how)
-        is_ours = threading.get_ident() == self._round_of or _is_own_thread()
-        if isinstance(error, ViewChangedError) and not is_ours:
+        if isinstance(error, ViewChangedError) and not _is_own_thread():
             try:
                 self._await_view(view, self.config.start_timeout_s)
             except FastPSError as other:
@@ -719,6 +683,9 @@ class ElasticSession(Session):
         return error
 
     def _on_event(self, event: Event) -> None:
+        if isinstance(event, ResultsCommitted):
+            self._commit(event.entries)
+            return
         if isinstance(event, ViewLost) and event.survives:
             log.info("%s; the job goes on in a new view", event.lost)
             self._fence.end(event.lost)
@@ -793,8 +760,7 @@ class ElasticSession(Session):
                 self._groups.close()
         self.connections.end_view()
         self._fence.wait()
-        with self._rounds:  # the last one of the view has ended, and counts if it was complete
-            self._begin_view(began)
+        self._begin_view(began)
 
     def _begin_view(self, began: float) -> None:
         with self._changed:
@@ -817,8 +783,6 @@ class ElasticSession(Session):
             relaid(TensorSpec(name, layout), self._chunk_bytes)
             for name, layout in self._layouts.items()
         ])  # fmt: skip
-        rounds = gather_objects(self.groups.world, tuple(self.commits.last), _ROUNDS)
-        self._commit(self.commits.adopt(Round(number, tuple(some)) for number, some in rounds))
         with self._changed:
             handles = list(dict.fromkeys(self._active.values()))
         for handle in handles:
@@ -831,9 +795,9 @@ class ElasticSession(Session):
             log.warning("%s", view)
         for call in self._on_view:
             call(view)
-        self._failed_round = None
         with self._changed:
             self.view += 1
+            self._generation = connections.job.generation
             self._changed.notify_all()
 
     def _meet_again(self) -> Connections:
@@ -855,8 +819,9 @@ class ElasticSession(Session):
         except PeerLostError as error:
             if isinstance(error, ViewChangedError) or self._news is not None:
                 raise
-            handle.error = error
-            self._forget([handle])
+            with self._changed:
+                handle.error = error
+                self._forget(handle)
 
     def _identities(self) -> list[tuple[str, int]]:
         return [(one.hostname, one.pid) for one in self.connections.job.workers]

@@ -76,7 +76,7 @@ KILLS = {
     "shared": ["local_arrive@40", "local_arrive@41", "local_chunk@40", "worker_start@50"],
     "sockets": ["worker_start@50", "worker_result@150", "link_send@100", "link_recv@100",
                 "server_landing@150", "server_sum@60", "server_result@100"],
-    "apart": ["worker_start@51", "worker_result@151", "link_send@101", "link_recv@102"],
+    "apart": ["worker_start@51", "worker_result@151", "link_send@61", "link_recv@102"],
     "mixed": ["local_arrive@40", "worker_start@52"],
 }  # fmt: skip
 

@@ -4,43 +4,99 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fastps.errors import FastPSError, PeerLostError
-from fastps.session import elastic
-from fastps.session.commit_log import CommitLog, Round
-from fastps.session.elastic import ElasticSession
+from fastps.control.protocol import ResultsCommitted, ResultsLanded
+from fastps.session.elastic import ElasticHandle, ElasticSession, Scope
+
+
+class Part:
+    """The half of an operation's handle that a session asks for."""
+
+    has_landed = False
+
+    def poll(self) -> bool:
+        return self.has_landed
+
+    def wait_status(self, timeout_s: float) -> int | None:
+        return 0 if self.has_landed else None
+
+
+class Client:
+    """Notes what is sent to the scheduler."""
+
+    def __init__(self) -> None:
+        self.sent: list[ResultsLanded] = []
+
+    def send(self, message: ResultsLanded) -> None:
+        self.sent.append(message)
 
 
 @pytest.fixture
 def session() -> Any:
     made: Any = ElasticSession.__new__(ElasticSession)
-    made.commits, made.view, made._active = CommitLog(), 1, {}
-    made._changed, made._failed_round, made._round_of = threading.Condition(), None, 0
-    made._groups = SimpleNamespace(world=None)
+    made.view, made._generation, made._active, made._counts = 1, 7, {}, {}
+    made._changed, made._client = threading.Condition(), Client()
     return made
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), PeerLostError("worker 1 is lost")])
-def test_no_round_follows_one_that_failed_here(session, monkeypatch, error):
-    """Others may have completed it, and would complete the next with what this worker says."""
-    rounds = []
+def started(session: Any, *names: str, scope: Scope | None = None) -> tuple[ElasticHandle, Part]:
+    part = Part()
+    handle = ElasticHandle(
+        session, names, [], [], lambda places: part, is_single=True, scope=scope  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+    handle.entries = [f"{name}#1" for name in names]
+    handle.start(session.view)
+    if scope is not None:
+        scope.handles.append(handle)
+    session._active.update(dict.fromkeys(names, handle))
+    return handle, part
 
-    def gather(*_: object) -> list[Any]:
-        rounds.append(1)
-        if len(rounds) == 2:
-            raise error
-        return [[], []]
 
-    monkeypatch.setattr(elastic, "gather_objects", gather)
-    session._complete_round()
-    with pytest.raises(type(error)):
-        session._complete_round()
-    for _ in range(2):
-        with pytest.raises(FastPSError, match=r"lost|KeyboardInterrupt ended a round"):
-            session._complete_round()
-    assert len(rounds) == 2
-    assert session.commits.last == Round(1, ())
+def report(session: Any, handle: ElasticHandle) -> list[ResultsLanded]:
+    session._report_landed(handle.unit, handle.mates)
+    sent, session._client.sent = session._client.sent, []
+    return sent
+
+
+def test_a_landed_operation_is_reported_once_in_a_view(session):
+    handle, part = started(session, "a", "b")
+    assert report(session, handle) == []
+    part.has_landed = True
+    assert report(session, handle) == [ResultsLanded(7, ("a#1", "b#1"))]
+    assert report(session, handle) == []
+
+
+def test_the_next_view_needs_only_what_is_not_committed(session):
+    handle, part = started(session, "a", "b")
+    part.has_landed = True
+    report(session, handle)
+    session._on_event(ResultsCommitted(("a#1",)))  # another worker had begun them apart
+    assert not handle.is_committed
+    session.view, session._generation = 2, 8
+    handle._parts = ()
+    handle.start(2)
+    assert report(session, handle) == [ResultsLanded(8, ("b#1",))]
+    session._on_event(ResultsCommitted(("b#1",)))
+    assert handle.is_committed
+    assert not session._active
+
+
+def test_a_scope_is_reported_as_a_whole(session):
+    scope = Scope()
+    first, landed = started(session, "a", scope=scope)
+    second, late = started(session, "b", scope=scope)
+    landed.has_landed = True
+    assert report(session, first) == []  # it is open, and half of it is late
+    scope.close()
+    assert report(session, first) == []
+    late.has_landed = True
+    assert report(session, second) == [ResultsLanded(7, ("a#1", "b#1"))]
+    assert report(session, first) == []
+
+
+def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
+    session._on_event(ResultsCommitted(("w#2#1",)))
+    assert session._counts == {"w#2": 1}

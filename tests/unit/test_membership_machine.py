@@ -35,6 +35,8 @@ from fastps.control.protocol import (
     KeysReady,
     PeerLost,
     ReportLost,
+    ResultsCommitted,
+    ResultsLanded,
     Started,
     Unheard,
     ViewLost,
@@ -366,12 +368,45 @@ class ElasticMachine(MembershipMachine):
 
     is_elastic = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.landed: dict[tuple[int, str], set[int]] = {}  # on whom, by generation and entry
+
     @precondition(lambda self: self.driver.machine.is_changing)
     @rule(count=st.integers(1, SIZE + SERVERS))
     def survivors_come(self, count: int) -> None:
         """Let some of the survivors await the next view, and all of them in the end."""
         for peer in self.members()[:count]:
             self.wait_for_start(peer, 30.0)
+
+    @precondition(lambda self: self.members())
+    @rule(pick=PICK, name=st.sampled_from("ab"), is_old=st.booleans())
+    def land(self, pick: int, name: str, is_old: bool) -> None:
+        members = self.members()
+        peer, generation = members[pick % len(members)], self.generation - is_old
+        self.driver.say(peer, ResultsLanded(generation, (f"{name}#{self.generation}",)))
+        if not is_old:
+            self.landed.setdefault((generation, f"{name}#{generation}"), set()).add(peer)
+
+    @invariant()
+    def what_is_committed_has_landed(self) -> None:
+        """On all workers of its view; survivors of a view are told of the same commits in it."""
+        told: dict[int, list[set[str]]] = {}  # to those that went through a whole view
+        workers = self.members("worker")
+        for peer, messages in self.driver.sent.items():
+            view, seen = 0, set()
+            for message in messages:
+                if isinstance(message, Started):
+                    view, seen = message.job.generation, set()
+                    n_workers = message.job.n_workers
+                elif isinstance(message, ResultsCommitted):
+                    for entry in message.entries:
+                        assert len(self.landed[view, entry]) == n_workers
+                        seen.add(entry)
+                elif isinstance(message, ViewLost) and message.survives and peer in workers:
+                    told.setdefault(view, []).append(seen)
+        for found in told.values():
+            assert all(seen == found[0] for seen in found)
 
     @invariant()
     def ranks_are_unique(self) -> None:
