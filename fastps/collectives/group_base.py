@@ -277,6 +277,9 @@ class GroupBase:
         if self._waiting.wait(operation, left_s) is None:
             raise self.explain(operation, None, limit_s)
 
+    def await_recovery(self, error: BaseException) -> None:
+        """Wait until the program can go on after an error, where a session makes that possible."""
+
     def exchange_sizes(
         self, kind: str, sent: bytearray, found: bytearray, name: str | None, key: Hashable, *,
         may_differ: bool = False, brought: Brought = (), root: int = -1,

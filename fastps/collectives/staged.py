@@ -44,9 +44,19 @@ class StagedGroup(Protocol):
     def wait_until_over(self, operation: Operation, left_s: float, limit_s: float) -> None:
         """Wait for an exchange for left_s; StallError, as of limit_s, if it is not over then."""
 
+    def await_recovery(self, error: BaseException) -> None:
+        """Wait until the program can go on after an error, where a session makes that possible."""
+
+
+_here = threading.local()
 
 LOOK_S = 1.0  # after this the thread looks again, though the engine wakes it
 IDLE_S = 60.0  # after this without anything to do it ends, until there is something
+
+
+def is_looking() -> bool:
+    """Return whether this thread holds a line's lock, so that others may wait for it."""
+    return getattr(_here, "is_looking", False)
 
 
 class Staged(Handle[Any]):
@@ -86,6 +96,8 @@ class Staged(Handle[Any]):
 
     def _collect(self, timeout_s: float | None) -> Any:
         self._line.wait_for(self, timeout_s)
+        if self._error is not None:
+            self.group.await_recovery(self._error)
         return None if self._last is None else self._last.wait(timeout_s)
 
     def _make(self, found: Any) -> Any:
@@ -109,8 +121,12 @@ class Line:
     def look(self) -> None:
         """Let operations go on."""
         with self._lock:
-            while self.waiting and self.waiting[0].go_on():
-                self.waiting.popleft()
+            _here.is_looking = True
+            try:
+                while self.waiting and self.waiting[0].go_on():
+                    self.waiting.popleft()
+            finally:
+                _here.is_looking = False
 
     def close(self) -> None:
         """Let what waits fail."""

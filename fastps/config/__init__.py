@@ -183,6 +183,12 @@ class Config:
         text="Least number of workers with which training goes on when workers or servers are "
              "lost, see docs/fault-tolerance.md; 0: a loss ends the job. The same in all "
              "processes.")
+    view_log: str = _set(JOB, "", parse=as_path,
+        text="File to which the scheduler of an elastic job appends a line for each view: its "
+             "workers, and the last result of each name; for FASTPS_REPLAY.")
+    replay: str = _set(JOB, "", parse=as_path,
+        text="Log of views of an elastic job that this one makes again: the same workers "
+             "contribute to the same results. Read by the scheduler.")
     check_weights: bool = _set(JOB, True,
         text="Compare the weights of all workers before the first step of a DistributedOptimizer, "
              "so that a forgotten broadcast_parameters() is an error; turn it off where local "

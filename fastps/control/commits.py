@@ -7,12 +7,15 @@ knows of every commit of a view before it hears that the view has ended. What is
 is made again, from arrays that nobody has changed. A worker that is cut off is told of no commit,
 and hands nothing out.
 
-An entry is "NAME#N": the N-th result of the name that was committed. Pure: no thread, no I/O.
+An entry is "NAME#N": the N-th result of the name that was committed. Operations among members have
+others: see session/elastic_groups.py. Pure: no thread, no I/O.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
+from fastps.control.view_log import Replay
 
 
 def entry_of(name: str, number: int) -> str:
@@ -21,28 +24,36 @@ def entry_of(name: str, number: int) -> str:
 
 
 def parts_of(entry: str) -> tuple[str, int]:
-    """Return the name and the number in an entry."""
-    name, _, number = entry.rpartition("#")
-    return name, int(number)
+    """Return the name and the number in an entry; an operation's name ends with #."""
+    is_operation = entry.endswith("#")
+    name, _, number = entry.removesuffix("#").rpartition("#")
+    return name + "#" * is_operation, int(number)
 
 
 class Commits:
     """What has landed in the present view, on some of its workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, replay: Replay) -> None:
+        """replay: says which results may be committed in this view; others wait."""
+        self._replay = replay
         self._landed: dict[str, set[int]] = {}  # on which peers, by entry
+        self.last: dict[str, int] = {}  # that was committed in this view, by name
 
-    def land(self, peer: int, entries: Iterable[str], n_workers: int) -> Sequence[str]:
-        """Take what has landed on a peer; return what now has on all workers."""
+    def land(self, peer: int, entries: Iterable[str], n_members: int) -> Sequence[str]:
+        """Take what has landed on a peer; return what now has on all members."""
         done = []
         for entry in entries:
             peers = self._landed.setdefault(entry, set())
             peers.add(peer)
-            if len(peers) == n_workers:
+            name, number = parts_of(entry)
+            if len(peers) == n_members and self._replay.allows(name, number):
                 del self._landed[entry]
+                self.last[name] = number
+                self._replay.commit(name, number)
                 done.append(entry)
         return done
 
     def end_view(self) -> None:
         """Forget what has landed in a view that has ended."""
         self._landed.clear()
+        self.last = {}

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -98,6 +98,7 @@ from fastps.control.protocol import (
     Whereabouts,
 )
 from fastps.control.start_watch import MissingMembers, Place, StartWatch
+from fastps.control.view_log import Replay, ViewRecord
 from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ NO_NEWCOMERS = (
     "the job goes on after a loss, and takes no process instead of the lost one; start a new job"
 )
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
+REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
@@ -135,7 +137,14 @@ class Finish:
     reason: str
 
 
-Action: TypeAlias = Send | Close | Finish
+@dataclass(frozen=True)
+class Note:
+    """Append a view that has ended to the log of views."""
+
+    record: ViewRecord
+
+
+Action: TypeAlias = Send | Close | Finish | Note
 
 
 class Phase(enum.Enum):
@@ -151,9 +160,13 @@ class Membership:
     """The members of one job, their collectives and declarations."""
 
     def __init__(
-        self, config: Config, *, now: float, machines: Mapping[Place, str] | None = None
-    ) -> None:
-        """Open the first lobby; machines: of future members, as far as a launcher knows them."""
+        self, config: Config, *, now: float, machines: Mapping[Place, str] | None = None,
+        replay: Sequence[ViewRecord] = (),
+    ) -> None:  # fmt: skip
+        """Open the first lobby; machines: of future members, as far as a launcher knows them.
+
+        replay: views of another job, which this one makes again.
+        """
         self.phase = Phase.LOBBY
         self.generation = 1
         self.has_been_tried = self.has_begun = False  # by a worker; by all of them, ever
@@ -183,7 +196,10 @@ class Membership:
         self.refused: dict[str, int] = {}  # number of refused requests, by kind
         self._declarations = Declarations(config, owners={}, refused=self.refused)
         self._collectives = Collectives(config.n_programs, self._declarations.forget)
-        self._commits = Commits()
+        self._replay = Replay(replay)
+        self._commits = Commits(self._replay)
+        self._n_views = 0  # that have ended
+        self._in_view: tuple[int, ...] = ()  # workers, by the ranks that they began with
 
     # ---- events ----
 
@@ -217,7 +233,7 @@ class Membership:
         elif isinstance(message, Tell):
             self._relay(member, message)
         elif isinstance(message, ResultsLanded):
-            self._land(member, message)
+            self._land(member, message, now)
         elif isinstance(message, Dropped):
             self._declarations.dropped(peer, message.request)
         elif isinstance(message, Whereabouts):
@@ -472,8 +488,10 @@ class Membership:
             watch_s=self._config.stall_watch_s,
             peers={item.number or 0: (item.peer, item.full_name) for item in workers},
         )  # fmt: skip
+        self._in_view = _places_of(workers)
         for group in (servers, workers):
             self._tell_started(plan, group)
+        self._replay_loss(now)
 
     def _tell_started(self, plan: Plan, group: list[Peer]) -> None:
         places = local_ranks(group)
@@ -713,13 +731,17 @@ class Membership:
         self._suspicions.clear()
         self._send_all(self._collectives.fail_all("view", str(lost)))
         self._send_all(self._declarations.fail_all("view", str(lost)))
-        self._commits.end_view()
+        self._end_view(str(lost))
         self._send(member.peer, ViewLost(self.generation, lost, survives=False))
         survivors = [item for item in self._peers.values() if item is not member]
         for item in survivors:
             self._fail_start(item, "view", str(lost))
             self._send(item.peer, ViewLost(self.generation, lost, survives=True))
             item.has_started, item.is_owner, item.number = False, False, None
+        self._in_view = _places_of(survivors)
+        if member.is_worker and not self._replay.next_view(self._in_view):
+            log.error("%s, which it was not in the job of FASTPS_REPLAY: sums differ now", lost)
+            self._replay.stop()
         self._count_survivors(survivors)
         self._change_until = now + self._config.start_timeout_s
         self._watch.begin(now)
@@ -793,7 +815,8 @@ class Membership:
                 self._idle_until = now + self._config.start_timeout_s
 
     def _next_generation(self, now: float) -> None:
-        self._commits.end_view()
+        if self._config.elastic_min:
+            self._end_view("all workers have left")
         self.phase = Phase.LOBBY
         self.generation += 1
         self._departure = ""
@@ -900,16 +923,31 @@ class Membership:
             if item.is_working and item.number in message.members:
                 self._send(item.peer, told)
 
-    def _land(self, member: Peer, message: ResultsLanded) -> None:
+    def _land(self, member: Peer, message: ResultsLanded, now: float) -> None:
         """Commit what has now landed on all workers of the view."""
         if self.phase is not Phase.RUNNING or message.generation != self.generation:
             return  # of a view that has ended: it is made again
         if not (member.is_worker and member.is_working):
             return
-        done = self._commits.land(member.peer, message.entries, self._view.n_programs)
+        n_members = message.n_members or self._view.n_programs
+        done = self._commits.land(member.peer, message.entries, n_members)
         if done:
             committed = ResultsCommitted(tuple(done))
             self._out += [Send(item.peer, committed) for item in self._programs()]
+            self._replay_loss(now)
+
+    def _replay_loss(self, now: float) -> None:
+        """Lose the worker that the job which is made again has lost here."""
+        rank = self._replay.next_loss
+        found = next((item for item in self._programs() if item.place == rank), None)
+        if rank is not None and found is not None:
+            self._drop(found.peer, REPLAYED, now)
+
+    def _end_view(self, cause: str) -> None:
+        """Note what was committed in a view that has ended, and by whom."""
+        self._n_views += 1
+        self._out.append(Note(ViewRecord(self._n_views, self._in_view, self._commits.last, cause)))
+        self._commits.end_view()
 
     def _life_text(self, peer: int, now: float) -> str:
         """Return the text about a suspect's heartbeats."""
@@ -987,3 +1025,10 @@ class Membership:
 
     def _of_role(self, role: str) -> list[Peer]:
         return [item for item in self._peers.values() if item.join.role == role]
+
+
+def _places_of(members: Iterable[Peer]) -> tuple[int, ...]:
+    """Return the ranks that the workers among some members began with."""
+    return tuple(
+        sorted(item.place for item in members if item.is_worker and item.place is not None)
+    )

@@ -49,7 +49,7 @@ MAX_MEMBERS = 1 << 16
 
 Name: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
-Entry: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS + 24, pattern=r"#[0-9]+\Z")]
+Entry: TypeAlias = Annotated[str, Meta(max_length=MAX_NAME_CHARS + 24, pattern=r"#[0-9]+#?\Z")]
 Role: TypeAlias = Annotated[str, Meta(pattern=r"\A(worker|server|scheduler|validator)\Z")]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_MEMBERS)]
@@ -441,10 +441,14 @@ class Tell(_Message, frozen=True):
 
 
 class ResultsLanded(_Message, frozen=True):
-    """Report which results of a view have landed on this worker; see control/commits.py."""
+    """Report which results of a view have landed on this worker; see control/commits.py.
+
+    n_members: how many workers each has to land on; 0: on all.
+    """
 
     generation: Id
     entries: tuple[Entry, ...]
+    n_members: Count = 0
 
 
 class Waiting(_Message, frozen=True):

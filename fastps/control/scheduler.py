@@ -27,7 +27,7 @@ from msgspec.structs import replace
 from fastps._core import Beats
 from fastps.config import Config
 from fastps.control.blame import pulse_s
-from fastps.control.membership import Action, Close, Finish, Membership, Phase, Send
+from fastps.control.membership import Action, Close, Finish, Membership, Note, Phase, Send
 from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (
     LENGTH,
@@ -48,6 +48,7 @@ from fastps.control.protocol import (
     unpack_to_scheduler,
 )
 from fastps.control.start_watch import Place
+from fastps.control.view_log import ViewRecord, append_record, read_records
 from fastps.errors import ConfigError, ProtocolError
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
 from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose
@@ -100,7 +101,9 @@ class Scheduler:
         """
         self._config = config
         # changed on the loop's thread alone, read by others
-        self.membership = Membership(config, now=time.monotonic(), machines=machines)
+        self.membership = Membership(
+            config, now=time.monotonic(), machines=machines, replay=_views_to_replay(config)
+        )
         self._on_ready = on_ready
         self._on_change = on_change
         self._listeners = list(listeners)
@@ -370,6 +373,8 @@ class Scheduler:
                 self._send(action)
             elif isinstance(action, Close):
                 self._close(action.peer)
+            elif isinstance(action, Note):
+                self._note(action.record)
             elif not self._finished.done():
                 self._finished.set_result(action)
         if self.first_cause is not None and not self._has_told_launchers:
@@ -391,6 +396,14 @@ class Scheduler:
         except ProtocolError:
             log.exception("a message to peer %d is too large", action.peer)
             transport.abort()
+
+    def _note(self, record: ViewRecord) -> None:
+        """Append a view to the log of views, if there is one."""
+        if self._config.view_log:
+            try:
+                append_record(self._config.view_log, record)
+            except OSError as error:
+                log.error("FASTPS_VIEW_LOG=%s lacks a view: %s", self._config.view_log, error)
 
     def _sealed(self, action: Send) -> ToMember:
         """Return the message, with sealed keys for a member that cannot make them itself."""
@@ -473,6 +486,19 @@ class Scheduler:
             task.cancel()
         for writer in [*self._controls.values(), *self._pulses.values(), *self._launchers]:
             writer.transport.abort()
+
+
+def _views_to_replay(config: Config) -> list[ViewRecord]:
+    if not config.replay:
+        return []
+    records = read_records(config.replay)
+    n_workers = len(records[0].workers)
+    if not config.is_elastic or n_workers != config.size:
+        raise ConfigError(
+            f"FASTPS_REPLAY={config.replay} is of an elastic job of {n_workers} workers; start as "
+            "many, with FASTPS_ELASTIC_MIN (fastps-run --min)"
+        )
+    return records
 
 
 def _job_token(config: Config) -> Token:

@@ -160,6 +160,12 @@ class Options:
     elastic_min: int | None = word(HOW_MANY, "--min", None, count(1, 65536), "N",
         "go on with the others when workers or servers are lost, as long as N workers are left "
         "(FASTPS_ELASTIC_MIN; default: a loss ends the job)")
+    view_log: str | None = word(HOW_MANY, "--view-log", None, str, "FILE",
+        "with --min: append a line for each loss, which says who contributed to what "
+        "(FASTPS_VIEW_LOG)")
+    replay: str | None = word(HOW_MANY, "--replay", None, str, "FILE",
+        "with --min: make a job again from its --view-log, with the same losses and the same bits "
+        "(FASTPS_REPLAY)")
     scheduler_host: str = word(MACHINES, "--scheduler-host --master-addr --master_addr", "",
         str, "HOST",
         "name or address of machine 0, the same on all machines (chosen automatically with -H)")

@@ -193,7 +193,10 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
 
 
 def _on_loss(options: Options) -> dict[str, str]:
-    given = {"FASTPS_ON_LOSS": options.on_loss, "FASTPS_ELASTIC_MIN": options.elastic_min}
+    given = {
+        "FASTPS_ON_LOSS": options.on_loss, "FASTPS_ELASTIC_MIN": options.elastic_min,
+        "FASTPS_VIEW_LOG": options.view_log, "FASTPS_REPLAY": options.replay,
+    }  # fmt: skip
     return {name: str(value) for name, value in given.items() if value is not None}
 
 

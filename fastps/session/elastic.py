@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastps.collectives._calls import invalidate_call_cache
+from fastps.collectives.staged import is_looking
 from fastps.config import Config
 from fastps.contract.contract import Policy
 from fastps.control.commits import entry_of, parts_of
@@ -58,6 +59,7 @@ from fastps.errors import (
     Status,
     ViewChangedError,
 )
+from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.session import Session
 from fastps.session.tensor_spec import Arrays, Names, outputs_of, pair
 from fastps.session.view import View
@@ -76,9 +78,9 @@ _NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 
 
-def _is_own_thread() -> bool:
-    """Return whether the program waits for this thread, and the next view may, too."""
-    return threading.current_thread().name.startswith("fastps:")
+def _is_waited_for() -> bool:
+    """Return whether the next view may wait for this thread, which must not wait for it then."""
+    return threading.current_thread().name.startswith("fastps:") or is_looking()
 
 
 class RootLostError(PeerLostError):
@@ -255,8 +257,9 @@ class ElasticSession(Session):
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
-        self._changed = threading.Condition()  # guards the next seven
+        self.changed = threading.Condition()  # guards the next seven
         self._generation = 0  # of the job, in this view
+        self.told_view = 1  # the last one that the program knows of
         self._counts: dict[str, int] = {}  # of commits, by name
         self._news: ViewLost | None = None  # what the view is about to end for
         self._cause = ""  # of the last end of a view
@@ -292,13 +295,16 @@ class ElasticSession(Session):
     @property
     def groups(self) -> Groups:
         """The groups of the present view; blocks while the next one begins."""
-        if self._has_news(self.view) and not _is_own_thread() and self._fatal is None:
+        if self._has_news(self.view) and not _is_waited_for() and self._fatal is None:
             with contextlib.suppress(FastPSError):  # which the operation raises
                 self._await_view(self.view, self.config.start_timeout_s)
         if (known := self._groups) is not None:
             return known
         with self._view_lock:
             return super().groups
+
+    def _groups_kind(self) -> type[Groups]:
+        return ElasticGroups
 
     def is_free_for(self, *args: Any, **options: Any) -> bool:
         """Return whether servers can take a name; see Session.is_free_for()."""
@@ -432,19 +438,19 @@ class ElasticSession(Session):
                 before.wait()
             if (latest := self._latest.get(name)) is not None:
                 latest.hand_out()
-        with self._changed:
+        with self.changed:
             handle.entries = [
                 entry_of(name, self._counts.get(name, 0) + 1) for name in handle.names
             ]
 
         def start() -> None:
             handle.start(self.view)
-            with self._changed:
+            with self.changed:
                 if handle.scope is not None:
                     handle.scope.handles.append(handle)
                 self._active.update(dict.fromkeys(handle.names, handle))
                 self._latest.update(dict.fromkeys(handle.names, handle))
-                self._changed.notify_all()
+                self.changed.notify_all()
 
         self._in_a_view(start)
         return handle
@@ -503,8 +509,8 @@ class ElasticSession(Session):
             if status != Status.OK:
                 break
         if one._is_over() or one.view != view:
-            with self._changed:  # what is left of its scope is about to be started again
-                self._changed.wait(_LOOK_S)
+            with self.changed:  # what is left of its scope is about to be started again
+                self.changed.wait(_LOOK_S)
         elif status is None:
             raise one.late(limit_s)
         elif status != Status.OK:
@@ -517,8 +523,8 @@ class ElasticSession(Session):
         self, handle: ElasticHandle, view: int, deadline: float, limit_s: float
     ) -> None:
         """Wait until a landed result is committed, or the view has changed."""
-        with self._changed:
-            if not self._changed.wait_for(
+        with self.changed:
+            if not self.changed.wait_for(
                 lambda: handle._is_over() or self.view != view or self._fatal is not None,
                 max(deadline - time.perf_counter(), 0.0),
             ):
@@ -540,7 +546,7 @@ class ElasticSession(Session):
 
     def _keep_error(self, handle: ElasticHandle, error: FastPSError) -> None:
         """Let an operation fail, and those of its scope, which cannot be handed out without it."""
-        with self._changed:
+        with self.changed:
             for one in handle.mates:
                 one.error = error
                 self._forget(one)
@@ -549,7 +555,7 @@ class ElasticSession(Session):
         self, unit: Scope | ElasticHandle, handles: Sequence[ElasticHandle]
     ) -> None:
         """Report to the scheduler, once in a view, that a unit has landed in it."""
-        with self._changed:
+        with self.changed:
             if unit.reported == self.view or not unit.has_landed(self.view):
                 return
             unit.reported = self.view
@@ -561,37 +567,74 @@ class ElasticSession(Session):
 
     def _commit(self, entries: Sequence[str]) -> None:
         """Take commits, on the control thread."""
-        with self._changed:
+        with self.changed:
             for entry in entries:
+                if entry.endswith("#"):
+                    self._commit_operation(entry)
+                    continue
                 name, self._counts[name] = parts_of(entry)
                 handle = self._active.get(name)
                 if handle is not None and handle.commit(entry):
                     self._forget(handle)
-            self._changed.notify_all()
+            self.changed.notify_all()
+
+    def _commit_operation(self, entry: str) -> None:
+        groups = self._groups
+        if isinstance(groups, ElasticGroups):
+            groups.commit(entry)
 
     def _forget(self, handle: ElasticHandle) -> None:
         """Let an operation be active no more; the caller holds the lock."""
         for name in handle.names:
             if self._active.get(name) is handle:
                 del self._active[name]
-        self._changed.notify_all()
+        self.changed.notify_all()
 
     def _report_landings(self) -> None:
         """Report what lands while no thread waits for it, until the end."""
         while not self._ending.is_set():
-            with self._changed:
-                self._changed.wait_for(lambda: self._active or self._ending.is_set())
+            with self.changed:
+                self.changed.wait_for(
+                    lambda: self._active or self._is_tracking or self._ending.is_set()
+                )
                 handles = list(dict.fromkeys(self._active.values()))
             for handle in handles:
                 self._report_landed(handle.unit, handle.mates)
+            if isinstance(groups := self._groups, ElasticGroups):
+                groups.report_landings()
             del handles  # what the program has dropped is to go
             self._ending.wait(_LOOK_S)
+
+    @property
+    def _is_tracking(self) -> bool:
+        groups = self._groups
+        return isinstance(groups, ElasticGroups) and groups.is_tracking
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no view comes any more."""
+        return self._fatal is not None
 
     def _is_landed(self, handle: ElasticHandle) -> bool:
         """Return whether an operation can be committed: its scope has landed in this view."""
         return not handle._is_over() and handle.unit.has_landed(self.view)
 
     # ---- losses ----
+
+    def await_view_after(self, generation: int) -> None:
+        """Wait until the view after that of a generation of the job has begun."""
+        with self.changed:
+            view, is_over = self.view, self._generation != generation
+        if _is_waited_for():
+            return
+        if not is_over:
+            self._await_view(view, self.config.start_timeout_s)
+        self.told_view = self.view
+
+    def view_error(self, what: str) -> ViewChangedError:
+        """Return the error that tells the program of the present view."""
+        self.told_view = self.view
+        return self._changed_error(what)
 
     def _has_news(self, view: int) -> bool:
         """Return whether a view has ended, or is about to."""
@@ -601,15 +644,15 @@ class ElasticSession(Session):
         """Wait until the view after this one has begun; raises why none comes."""
         news_s = self.config.lease_s + _NEWS_S
         timeout_s = max(timeout_s, news_s)
-        with self._changed:
-            if not self._changed.wait_for(
+        with self.changed:
+            if not self.changed.wait_for(
                 lambda: self._has_news(view) or self._fatal is not None, news_s
             ):
                 raise PeerLostError(
                     f"links of view {view} ended, and the scheduler did not say within {news_s:g} "
                     "s which process is lost. Restart the job"
                 )
-            if not self._changed.wait_for(
+            if not self.changed.wait_for(
                 lambda: self.view != view or self._fatal is not None, timeout_s
             ):
                 raise PeerLostError(
@@ -644,8 +687,8 @@ class ElasticSession(Session):
 
     def _is_departure(self, failure: Failure, view: int) -> bool:
         """Wait for news of what ended links; return whether a worker left in order."""
-        with self._changed:
-            self._changed.wait_for(
+        with self.changed:
+            self.changed.wait_for(
                 lambda: (
                     self._has_news(view)
                     or self._fatal is not None
@@ -672,14 +715,15 @@ class ElasticSession(Session):
         """
         is_over = connections is not None and connections is not self.connections
         if is_over and status in _LOSSES and not self.is_over:  # with its view
-            return self._changed_error(name)
+            return self.view_error(name)
         view = self.view
         error = super().blame(name, status, connections=connections, **how)
-        if isinstance(error, ViewChangedError) and not _is_own_thread():
+        if isinstance(error, ViewChangedError) and not _is_waited_for():
             try:
                 self._await_view(view, self.config.start_timeout_s)
             except FastPSError as other:
                 return other
+            self.told_view = self.view
         return error
 
     def _on_event(self, event: Event) -> None:
@@ -689,9 +733,9 @@ class ElasticSession(Session):
         if isinstance(event, ViewLost) and event.survives:
             log.info("%s; the job goes on in a new view", event.lost)
             self._fence.end(event.lost)
-            with self._changed:
+            with self.changed:
                 self._news, self._cause = event, str(event.lost)
-                self._changed.notify_all()
+                self.changed.notify_all()
             return
         if isinstance(event, ViewLost):
             self._fail(PeerLostError(f"this process was taken for lost: {event.lost.cause}"))
@@ -700,29 +744,29 @@ class ElasticSession(Session):
         elif isinstance(event, JobOver):
             self._fail(ShutdownError(f"the job is over: {event.reason}"))
         super()._on_event(event)
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
     def _fail(self, error: FastPSError) -> None:
-        with self._changed:
+        with self.changed:
             self._fatal = self._fatal or error
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     # ---- the next view ----
 
     def _change_views(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._news is not None or self._ending.is_set())
+            with self.changed:
+                self.changed.wait_for(lambda: self._news is not None or self._ending.is_set())
                 if self._ending.is_set():
                     return
                 self._is_changing = True
             with self._view_lock:
                 while not self._has_changed_view():
                     pass  # another member was lost meanwhile
-            with self._changed:
+            with self.changed:
                 self._is_changing = False
-                self._changed.notify_all()
+                self.changed.notify_all()
             if self._fatal is not None:
                 return
 
@@ -742,8 +786,8 @@ class ElasticSession(Session):
 
     def _is_told(self) -> bool:
         """Wait until the scheduler says that a member is lost; False: it does not."""
-        with self._changed:
-            self._changed.wait_for(
+        with self.changed:
+            self.changed.wait_for(
                 lambda: self._news is not None or self._fatal is not None or self._ending.is_set(),
                 self.config.lease_s + _NEWS_S,
             )
@@ -763,7 +807,7 @@ class ElasticSession(Session):
         self._begin_view(began)
 
     def _begin_view(self, began: float) -> None:
-        with self._changed:
+        with self.changed:
             lost = [self._news.lost] if self._news is not None else []
             self._news = None
         for name, tensor in self._tensors.items():
@@ -772,7 +816,7 @@ class ElasticSession(Session):
         self._landings.clear()
         connections = self._meet_again()
         invalidate_call_cache()  # of calls that ended since the view has
-        with self._changed:  # was another member lost before this view began, it is without it
+        with self.changed:  # was another member lost before this view began, it is without it
             news = self._news
             if news is not None and news.generation <= connections.job.generation:
                 lost.append(news.lost)
@@ -783,7 +827,7 @@ class ElasticSession(Session):
             relaid(TensorSpec(name, layout), self._chunk_bytes)
             for name, layout in self._layouts.items()
         ])  # fmt: skip
-        with self._changed:
+        with self.changed:
             handles = list(dict.fromkeys(self._active.values()))
         for handle in handles:
             self._start_again(handle)
@@ -795,10 +839,10 @@ class ElasticSession(Session):
             log.warning("%s", view)
         for call in self._on_view:
             call(view)
-        with self._changed:
+        with self.changed:
             self.view += 1
             self._generation = connections.job.generation
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _meet_again(self) -> Connections:
         """Await the next view, and connect to its members."""
@@ -819,7 +863,7 @@ class ElasticSession(Session):
         except PeerLostError as error:
             if isinstance(error, ViewChangedError) or self._news is not None:
                 raise
-            with self._changed:
+            with self.changed:
                 handle.error = error
                 self._forget(handle)
 
@@ -839,8 +883,8 @@ class ElasticSession(Session):
 
     def close(self) -> None:
         """Leave the job in order, as Session.close()."""
-        with self._changed:  # others may need us to commit what has landed
-            self._changed.wait_for(
+        with self.changed:  # others may need us to commit what has landed
+            self.changed.wait_for(
                 lambda: (
                     self._fatal is not None
                     or not any(map(self._is_landed, list(self._active.values())))
@@ -848,8 +892,8 @@ class ElasticSession(Session):
                 self.config.shutdown_timeout_s,
             )
         self._ending.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
         for thread in self._threads:
             thread.join(self.config.shutdown_timeout_s)
         super().close()

@@ -295,6 +295,9 @@ class Groups:
         """Raise NotInitializedError in a forked child."""
         self._session.check_usable()
 
+    def check_present(self, what: str) -> None:
+        """Raise ViewChangedError for what is of an earlier view, which elastic jobs have."""
+
     def is_world(self, group: Membership) -> bool:
         """Return whether a group is that of all workers whose names servers know too."""
         return group is self._world

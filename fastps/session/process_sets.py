@@ -59,6 +59,8 @@ class ProcessSet:
     def group(self) -> Group:
         """Return what does the work; ValueError says why this worker cannot use the set."""
         if self._home is None or self._home is not current().groups:
+            if self._home is not None:
+                self._home.check_present(f"process set {self.ranks}")
             raise ValueError(
                 f"process set {self.ranks} is not registered; call add_process_set() on all "
                 "workers after init(), and after remove_process_set()"
@@ -96,9 +98,12 @@ class _Everybody(ProcessSet):
         return 0
 
     def group(self) -> Group:
-        return current().groups.world
+        groups = current().groups
+        groups.check_usable()  # before anything is compared with the number of workers
+        return groups.world
 
     def member(self, rank: int, what: str) -> int:
+        self.group()
         if 0 <= operator.index(rank) < current().size:
             return operator.index(rank)
         raise ValueError(f"{what} {rank} is not in process set {self.ranks}")
@@ -129,10 +134,10 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     ValueError for ranks that are not some of the workers.
     """
     found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _agree("add_process_set", found)
-    if not found.ranks:
+    groups, ranks = current().groups, found.ranks  # of now, should members be lost meanwhile
+    _agree(groups, "add_process_set", found)
+    if not ranks:
         raise ValueError("a process set needs at least one rank")
-    groups, ranks = current().groups, found.ranks
     if found is global_process_set or found._home is groups:
         raise ValueError(
             f"process set {ranks} exists already; use it, or call remove_process_set() first"
@@ -162,12 +167,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     set stays in use, where a worker has an operation of it in flight. One that another thread
     begins meanwhile waits for the outcome.
     """
-    is_ours = process_set is not global_process_set and process_set._home is current().groups
+    groups = current().groups
+    is_ours = process_set is not global_process_set and process_set._home is groups
     group = process_set._group if is_ours else None
-    _agree("remove_process_set", process_set)  # until all are here, some may need operations of it
+    call = "remove_process_set"
+    _agree(groups, call, process_set)  # until all are here, some may need operations of it
     with contextlib.nullcontext() if group is None else group.gate:
         invalidate_call_cache()  # those that are made again do not come to the gate
-        _agree("remove_process_set", process_set, [] if group is None else group.in_flight())
+        _agree(groups, call, process_set, [] if group is None else group.in_flight())
         if not is_ours:
             return False
         if group is not None:
@@ -176,12 +183,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _agree(call: str, process_set: ProcessSet, in_flight: Sequence[str] = ()) -> None:
+def _agree(
+    groups: Groups, call: str, process_set: ProcessSet, in_flight: Sequence[str] = ()
+) -> None:
     """Raise MismatchError where workers do not call the same with the same set.
 
     in_flight: what is under way on it here; FastPSError if there is anything anywhere.
     """
-    group, words = current().groups.living(), f"{call}({process_set!r})"
+    group, words = groups.living(), f"{call}({process_set!r})"
     told = dict(
         zip(group.ranks, gather_objects(group, (words, list(in_flight)), _CHANNEL), strict=True)
     )

@@ -577,12 +577,15 @@ class Session(ForgetMixin):
     def groups(self) -> Groups:
         """The groups of this session, made at their first use."""
         if self._groups is None:
-            from fastps.session.groups import Groups  # noqa: PLC0415  (most jobs need none)
-
-            self._groups = Groups(
+            self._groups = self._groups_kind()(
                 self, self.join_state, self.routes, self.stalls, self.differences
             )
         return self._groups
+
+    def _groups_kind(self) -> type[Groups]:
+        from fastps.session.groups import Groups  # noqa: PLC0415  (most jobs need none)
+
+        return Groups
 
     @property
     def known_groups(self) -> Groups | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import signal
 import threading
@@ -263,3 +264,84 @@ def wait_in_time() -> dict[str, Any]:
     except fastps.StallError:
         is_late = True
     return {"is_late": is_late, "found": handle.wait().tolist()}
+
+
+STEP_BIT = 16  # of a number: below are bits of workers, above the step times their number
+
+
+def collectives(*, steps: int, pause_s: float = 0.0) -> dict[str, Any]:
+    """Do an operation of each kind in turn, again where the view changes; return all results.
+
+    A number of a step that holds one of another, or results that differ, tell that an operation
+    was complete for one worker and not for another.
+    """
+    me = int(os.environ["FASTPS_RANK"])
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    found: list[Any] = []
+    errors: list[tuple[int, str]] = []
+    every: list[Any] = []
+    for step in range(steps):
+        mine = (1 << me) | step << STEP_BIT
+        while True:
+            try:
+                found.append(_collective(step, mine, every))
+                break
+            except fastps.ViewChangedError as error:
+                errors.append((step, str(error)))
+                every.clear()
+        time.sleep(pause_s)
+        mark("STEP", step)
+    fastps.barrier()
+    fastps.shutdown()
+    return {"found": found, "errors": errors}
+
+
+def _collective(step: int, mine: int, every: list[Any]) -> list[int]:
+    """Do the operation of a step, and return what it brought, of each worker or in sum."""
+    size, kind = fastps.size(), step % 9
+    array = np.full(500, mine)
+    if kind == 0:
+        fastps.allreduce(array, out=array, op=fastps.Sum)  # in place
+        return [int(array[0])]
+    if kind == 1:
+        return [int(one) for one in fastps.allgather(array[:1])]
+    if kind == 2:
+        return [int(one) for one in np.unique(fastps.allgather(array[: 1 + fastps.rank() % 2]))]
+    if kind == 3:
+        handle = fastps.allgather_async(array[: 1 + fastps.rank()], name="later")
+        time.sleep(0.002)
+        return [int(one) for one in np.unique(fastps.synchronize(handle))]
+    if kind == 4:
+        return [int(one) for one in fastps.alltoall(array[:size])]
+    if kind == 5:
+        return [int(fastps.reducescatter(np.full(size * 50, mine), op=fastps.Sum)[0])]
+    if kind == 6:
+        return [int(fastps.broadcast(array, size - 1)[0]) >> STEP_BIT]
+    if kind == 7:
+        if not every:
+            every.append(fastps.add_process_set(list(range(size))))
+        fastps.allreduce(array, "set", out=array, op=fastps.Sum, process_set=every[0])
+        return [int(array[0])]
+    return fastps.allgather_object(mine)
+
+
+def learn(*, steps: int, deaths: dict[str, int]) -> str:
+    """Add averages of noise, by name and without; return a digest of all. A worker may die."""
+    me = os.environ["FASTPS_RANK"]
+    fastps.init()
+    rng, digest = np.random.default_rng(int(me)), hashlib.sha256()
+    weights = np.zeros(5000, np.float32)
+    for step in range(steps):
+        noise = rng.standard_normal(weights.shape).astype(np.float32)
+        weights += fastps.push_pull(noise, f"noise {step % 3}")
+        while True:
+            try:
+                measured = fastps.allreduce(noise[:9])
+                break
+            except fastps.ViewChangedError:
+                pass
+        digest.update(weights.tobytes() + measured.tobytes())
+        if deaths.get(me) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return digest.hexdigest()

@@ -13,6 +13,8 @@ import programs_elastic
 import pytest
 from job import Job
 
+from fastps.control.view_log import read_records
+
 STALL_S = 5.0  # a step in which a member dies, on a loaded machine
 SMALL = {"FASTPS_PARTITION_BYTES": "65536", "FASTPS_CHUNK_BYTES": "16384"}
 ELASTIC = {"FASTPS_ELASTIC_MIN": "1"}
@@ -172,6 +174,58 @@ def test_nobody_works_alone_while_a_view_begins(layout):
         assert result["seen"] == [2, 3]
         assert set(result["gathered"]) == {2, 3}
         assert len(result["errors"]) <= 1
+
+
+def check_collectives(results: Mapping[int, Mapping[str, Any]], *, steps: int) -> None:
+    """Check that survivors have the same results, and none is of two steps at once."""
+    found = [result["found"] for result in results.values()]
+    assert all(one == found[0] for one in found)
+    assert len(found[0]) == steps
+    for step, numbers in enumerate(found[0]):
+        if step % 9 == 6:
+            assert numbers == [step]
+        for number in numbers if step % 9 != 6 else ():
+            bits, steps_of = number % (1 << programs_elastic.STEP_BIT), number >> 16
+            assert steps_of == step * bits.bit_count(), (step, numbers)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("layout", ["shared", "sockets", "mixed"])
+def test_an_operation_is_complete_on_all_survivors_or_none(layout, seed):
+    environment, servers = LAYOUTS[layout]
+    rng, steps = random.Random(f"{layout} {seed}"), 180
+    victims = rng.sample(range(4), 2)
+    with Job(
+        programs_elastic.collectives, workers=4, servers=servers, environment=environment,
+        arguments={"steps": steps},
+    ) as job:  # fmt: skip
+        for worker in job.workers:
+            worker.wait_line("STEP 9")
+        for rank in victims:
+            time.sleep(rng.uniform(0.0, 0.03))
+            job.workers[rank].send(signal.SIGKILL)
+            time.sleep(rng.choice([0.0, 0.02, 0.2]))
+        results = results_of(job, *victims)
+    check_collectives(results, steps=steps)
+
+
+@pytest.mark.parametrize("layout", ["shared", "apart"])
+def test_a_job_is_made_again_with_the_same_losses_and_bits(layout, tmp_path):
+    environment, servers = LAYOUTS[layout]
+    log = str(tmp_path / "views.jsonl")
+    digests = []
+    for name, deaths in (("FASTPS_VIEW_LOG", {"1": 20, "3": 45}), ("FASTPS_REPLAY", {})):
+        with Job(
+            programs_elastic.learn, workers=4, servers=servers,
+            environment={**environment, name: log}, arguments={"steps": 70, "deaths": deaths},
+        ) as job:  # fmt: skip
+            for rank in (1, 3):
+                assert job.workers[rank].wait() != 0
+            digests += [job.workers[rank].result() for rank in (0, 2)]
+    assert len(set(digests)) == 1
+    records = read_records(log)
+    assert [one.workers for one in records] == [(0, 1, 2, 3), (0, 2, 3), (0, 2)]
+    assert sum(records[-1].committed[f"noise {place}"] for place in range(3)) == 70
 
 
 @pytest.mark.parametrize("layout", ["shared", "sockets"])

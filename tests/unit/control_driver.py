@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastps.config import Config, load
-from fastps.control.membership import Action, Close, Finish, Membership, Send
+from fastps.control.membership import Action, Close, Finish, Membership, Note, Send
 from fastps.control.protocol import (
     AwaitStart,
     Barrier,
@@ -21,6 +22,7 @@ from fastps.control.protocol import (
     ToMember,
     ToScheduler,
 )
+from fastps.control.view_log import ViewRecord
 from fastps.types import DType
 
 
@@ -51,14 +53,20 @@ class Driver:
     """Feeds events to a Membership; `now` is the time, which only tests move."""
 
     def __init__(
-        self, machines: dict[tuple[str, int], str] | None = None, /, **settings: object
+        self,
+        machines: dict[tuple[str, int], str] | None = None,
+        /,
+        *,
+        views: Sequence[ViewRecord] = (),
+        **settings: object,
     ) -> None:
         self.config = make_config(**settings)
         self.now = 1000.0
-        self.machine = Membership(self.config, now=self.now, machines=machines)
+        self.machine = Membership(self.config, now=self.now, machines=machines, replay=views)
         self.sent: dict[int, list[ToMember]] = {}
         self.closed: set[int] = set()
         self.finish: Finish | None = None
+        self.records: list[ViewRecord] = []  # of views that have ended
         self.is_apart = False  # whether every process is on a machine of its own
         self._peers = 0
         self._requests = 0
@@ -70,6 +78,8 @@ class Driver:
                 self.sent.setdefault(action.peer, []).append(action.message)
             elif isinstance(action, Close):
                 self.closed.add(action.peer)
+            elif isinstance(action, Note):
+                self.records.append(action.record)
             else:
                 assert self.finish is None
                 self.finish = action

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps.control.commits import Commits, entry_of, parts_of
+from fastps.control.view_log import Replay
 
 NAMES, SIZE = "abc", 3
 
 
 def test_what_has_landed_on_all_is_committed():
-    commits = Commits()
+    commits = Commits(Replay(()))
     assert commits.land(1, ["a#1", "b#1"], 2) == []
     assert commits.land(1, ["a#1"], 2) == []  # again
     assert commits.land(5, ["b#1", "c#1"], 2) == ["b#1"]
@@ -22,6 +23,7 @@ def test_what_has_landed_on_all_is_committed():
 
 def test_names_may_contain_the_sign_before_the_number():
     assert parts_of(entry_of("w#2", 3)) == ("w#2", 3)
+    assert parts_of("12#3#") == ("12#", 3)  # the third operation of a channel
 
 
 events = st.one_of(
@@ -34,7 +36,7 @@ events = st.one_of(
 @given(st.lists(events, max_size=40))
 def test_survivors_agree_when_a_view_ends(history):
     """Messages of the scheduler wait in a connection; a lost worker reads no more of them."""
-    commits, living = Commits(), list(range(SIZE))
+    commits, living = Commits(Replay(())), list(range(SIZE))
     unread: dict[int, list[str]] = {worker: [] for worker in living}
     handed_out: dict[int, list[str]] = {worker: [] for worker in living}
     for kind, worker, what in history:

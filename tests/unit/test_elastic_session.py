@@ -38,7 +38,7 @@ class Client:
 def session() -> Any:
     made: Any = ElasticSession.__new__(ElasticSession)
     made.view, made._generation, made._active, made._counts = 1, 7, {}, {}
-    made._changed, made._client = threading.Condition(), Client()
+    made.changed, made._client = threading.Condition(), Client()
     return made
 
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which workers contributed to which results of an elastic job, and how to make them again.
+
+A line of the log is a view: its workers, and the number of the last result of each name that was
+committed in it. What has a higher number was made in a later view. So a job that starts with the
+same workers, commits no more in a view than the log says, and then loses the workers that the next
+view lacks, makes every result of the same contributors: the same bits. Decides nothing else; pure,
+but for the two functions that read and write the file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from fastps.errors import ConfigError
+
+
+class ViewRecord(msgspec.Struct, frozen=True):
+    """One view: the ranks that its workers began with, what was committed last, and its end."""
+
+    view: int
+    workers: tuple[int, ...]
+    committed: dict[str, int]  # by name; an operation's channel ends with #
+    end: str = ""
+
+
+class Replay:
+    """What a job that makes another again may commit, and which workers it loses when."""
+
+    def __init__(self, records: Sequence[ViewRecord]) -> None:
+        self._records = _merged(records)
+        self._last: dict[str, int] = {}  # that was committed in the present view
+
+    def __bool__(self) -> bool:
+        """Whether a loss is still to come; after the last one, all may be committed."""
+        return len(self._records) > 1
+
+    def allows(self, key: str, number: int) -> bool:
+        """Return whether a result was committed in the present view, or may be."""
+        return not self or number <= self._records[0].committed.get(key, 0)
+
+    def stop(self) -> None:
+        """Allow everything, and lose nobody any more."""
+        self._records = []
+
+    def commit(self, key: str, number: int) -> None:
+        """Take what was committed."""
+        self._last[key] = number
+
+    @property
+    def next_loss(self) -> int | None:
+        """The worker that is lost now, by the rank that it began with; None: nobody is."""
+        if not self:
+            return None
+        present, following = self._records[:2]
+        is_over = all(self._last.get(key, 0) >= last for key, last in present.committed.items())
+        lost = set(present.workers) - set(following.workers)
+        return min(lost) if is_over else None
+
+    def next_view(self, workers: Sequence[int]) -> bool:
+        """Go on to the view of these workers; False: the log has another one next."""
+        self._last = {}
+        if self and set(workers) == set(self._records[1].workers):
+            del self._records[0]
+            return True
+        return not self
+
+
+def _merged(records: Sequence[ViewRecord]) -> list[ViewRecord]:
+    """Merge views of the same workers, between which servers were lost."""
+    merged: list[ViewRecord] = []
+    for record in records:
+        if merged and merged[-1].workers == record.workers:
+            last = dict(merged[-1].committed)
+            counted = Counter({k: n for k, n in last.items() if k.endswith("#")})
+            counted.update({k: n for k, n in record.committed.items() if k.endswith("#")})
+            merged[-1] = msgspec.structs.replace(
+                record, committed=last | record.committed | dict(counted)
+            )
+        else:
+            merged.append(record)
+    return merged
+
+
+def append_record(path: str, record: ViewRecord) -> None:
+    """Append a view to a log; raises OSError."""
+    with Path(path).open("ab") as file:
+        file.write(msgspec.json.encode(record) + b"\n")
+
+
+def read_records(path: str) -> list[ViewRecord]:
+    """Read a log; ConfigError for what is none."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+        found = [msgspec.json.decode(line, type=ViewRecord) for line in lines]
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(
+            f"FASTPS_REPLAY={path} cannot be read: {error}; give the file that a job wrote with "
+            "FASTPS_VIEW_LOG"
+        ) from error
+    if not found or [one.view for one in found] != list(range(1, len(found) + 1)):
+        raise ConfigError(
+            f"FASTPS_REPLAY={path} does not hold the views of one job in their order; give the "
+            "file that one job wrote with FASTPS_VIEW_LOG"
+        )
+    return found

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job that is made again from its log of views has the same contributors to every result."""
+
+from __future__ import annotations
+
+import pytest
+from control_driver import Driver
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastps.control.commits import entry_of, parts_of
+from fastps.control.protocol import ResultsCommitted, ResultsLanded, Started, ViewLost
+from fastps.control.view_log import Replay, ViewRecord, append_record, read_records
+from fastps.errors import ConfigError
+
+SIZE, NAMES = 3, "ab"
+
+
+class Training:
+    """Workers whose results of two names land, each the next once the last is committed."""
+
+    def __init__(self, views: list[ViewRecord]) -> None:
+        self.driver = Driver(views=views, size=SIZE, num_servers=0, elastic_min=1, lease_s=5)
+        self.peers = [self.driver.enter() for _ in range(SIZE)]
+        self.contributors: dict[str, frozenset[int]] = {}
+        self.survive()
+
+    def living(self) -> list[int]:
+        return [peer for peer, _, _ in self.driver.machine.members()]
+
+    def survive(self) -> None:
+        """Let all that have heard of a loss await the next view."""
+        while self.driver.machine.is_changing:
+            for peer in self.living():
+                if isinstance(self.driver.last(peer), ViewLost):
+                    self.driver.wait(peer)
+
+    def view_of(self, peer: int) -> tuple[int, dict[str, int]]:
+        """Return the generation that a worker is in, and its committed results by name."""
+        generation, last = 0, dict.fromkeys(NAMES, 0)
+        for message in self.driver.sent[peer]:
+            if isinstance(message, Started):
+                generation = message.job.generation
+            elif isinstance(message, ResultsCommitted):
+                last |= dict(map(parts_of, message.entries))
+        return generation, last
+
+    def land(self, place: int, name: str) -> None:
+        peer = self.peers[place]
+        if peer not in self.living():
+            return
+        generation, last = self.view_of(peer)
+        before = {peer: len(self.driver.sent[peer]) for peer in self.living()}
+        entry = entry_of(name, last[name] + 1)
+        self.driver.say(peer, ResultsLanded(generation, (entry,)))
+        took_part = frozenset(
+            self.peers.index(peer)
+            for peer, seen in before.items()
+            for message in self.driver.sent[peer][seen:]
+            if isinstance(message, ResultsCommitted)
+        )
+        if took_part:
+            self.contributors[entry] = took_part
+        self.survive()
+
+    def die(self, place: int) -> None:
+        if self.peers[place] in self.living() and len(self.living()) > 1:
+            self.driver.die(self.peers[place])
+            self.survive()
+
+
+places, names = st.integers(0, SIZE - 1), st.sampled_from(NAMES)
+landings = st.tuples(places, names)
+deaths = st.tuples(places, st.none())
+events = st.lists(st.one_of(landings, landings, landings, deaths), max_size=40)
+
+
+@settings(max_examples=100, deadline=None)
+@given(events, st.lists(landings, max_size=30))
+def test_every_result_has_the_same_contributors_again(history, other_order):
+    first = Training([])
+    for place, name in history:
+        if name is None:
+            first.die(place)
+        else:
+            first.land(place, name)
+    records = first.driver.records
+    last = ViewRecord(len(records) + 1, first.driver.machine._in_view, {})
+    again = Training([*records, last])
+    for place, name in other_order:
+        again.land(place, name)
+    for _ in range(len(history)):
+        for place in range(SIZE):
+            for name in NAMES:
+                again.land(place, name)
+    assert first.contributors.items() <= again.contributors.items()
+    assert [one.workers for one in again.driver.records] == [one.workers for one in records]
+
+
+def test_views_between_losses_of_servers_are_one():
+    records = [
+        ViewRecord(1, (0, 1), {"a": 3, "7#": 2}),
+        ViewRecord(2, (0, 1), {"a": 5, "7#": 1}),
+        ViewRecord(3, (0,), {}),
+    ]
+    replay = Replay(records)
+    assert replay.allows("a", 5)
+    assert not replay.allows("a", 6)
+    assert replay.allows("7#", 3)
+    assert not replay.allows("7#", 4)
+    for name, number in (("a", 5), ("7#", 3)):
+        assert replay.next_loss is None
+        replay.commit(name, number)
+    assert replay.next_loss == 1
+    assert replay.next_view([0])
+    assert replay.allows("a", 1000)
+    assert replay.next_loss is None
+
+
+def test_a_loss_that_the_log_lacks_is_told():
+    replay = Replay([ViewRecord(1, (0, 1, 2), {"a": 3}), ViewRecord(2, (0, 1), {})])
+    assert not replay.next_view([1, 2])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}\n", b'{"view":2,"workers":[0],"committed":{}}\n', None]
+)
+def test_what_is_no_log_is_refused(tmp_path, data):
+    path = tmp_path / "views"
+    if data is not None:
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match="FASTPS_VIEW_LOG"):
+        read_records(str(path))
+
+
+def test_a_log_is_read_as_written(tmp_path):
+    records = [ViewRecord(1, (0, 1), {"a#b": 3}, "worker 1 is lost"), ViewRecord(2, (0,), {})]
+    for record in records:
+        append_record(str(tmp_path / "views"), record)
+    assert read_records(str(tmp_path / "views")) == records
