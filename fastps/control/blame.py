@@ -220,7 +220,7 @@ def unheard_text(seconds: float) -> str:
     """Return why the scheduler counts as lost for a member that has not heard it for so long."""
     return (
         f"it has been silent for {seconds:.1f} s: its machine or process is stopped, cut off or "
-        "without power"
+        "without power; raise FASTPS_LEASE_S if such pauses are normal"
     )
 
 

@@ -23,6 +23,7 @@ from fastps.launch.processes import Child
 from fastps.launch.scheduler import ENDED_BY, SchedulerProcess
 
 PROGRAMS = ("worker", "validator", "machine")  # parts that run the user's command
+GAVE_UP = "it lost the scheduler"  # the begin of what a scheduler is told of a process
 
 Part: TypeAlias = Child | SchedulerProcess | Machine
 
@@ -115,6 +116,15 @@ def first_of(failed: Sequence[Part]) -> Part:
     return min(failed, key=lambda part: (accusation_of(part) is not None, _has_given_up(part)))
 
 
+def how_it_ended(child: Child) -> str:
+    """Return how a process ended, for the scheduler; that it gave up the scheduler is said."""
+    accusation = accusation_of(child)
+    if accusation is None or accusation.role != SchedulerProcess.role:
+        return f"it {child.describe_end()}"
+    why = accusation.how.removeprefix("is lost: ")
+    return f"{GAVE_UP} ({why}) and {child.describe_end()}"
+
+
 def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
     """Return the first cause where a part failed; accusation: its report about another process."""
     code, how = failed.exit_code or 0, failed.describe_end()
@@ -125,6 +135,12 @@ def cause_of(failed: Part, accusation: Accusation | None) -> Cause:
     if failed.describe().startswith(SchedulerProcess.description):
         text = accusation.text
     return Cause(text, code, failed, how, accusation=accusation.text)
+
+
+def cause_where_accused(accused: Part, accusation: Accusation) -> Cause:
+    """Return the first cause where an accused part failed, maybe only for a silent scheduler."""
+    has_given_up = GAVE_UP in accusation.how
+    return cause_of(accused, accusation_of(accused) if has_given_up else None)
 
 
 def cause_in(accused: Part, accusation: Accusation) -> Cause:

@@ -32,6 +32,7 @@ from fastps.launch.cause import (
     accusation_of,
     cause_in,
     cause_of,
+    cause_where_accused,
     first_of,
 )
 from fastps.launch.messenger import CauseListener
@@ -329,11 +330,11 @@ class Job:
         if self._scheduler is not None:
             self._scheduler.receive_news()  # what it knew when they ended
             self._report_stopped_scheduler(self._scheduler)
+        if not self._is_stopping and failed:
+            self._take_failed(failed)  # and reads what they wrote, which on_end needs
         for part in ended if self.cause is None and not self._is_stopping else ():
             if isinstance(part, Child):
                 self._on_end(part)
-        if not self._is_stopping and failed:
-            self._take_failed(failed)
 
     def _report_stopped_scheduler(self, scheduler: SchedulerProcess) -> None:
         if scheduler.notice_stop():
@@ -417,7 +418,8 @@ class Job:
             self._find_lost_part(accusation, accused, is_late=is_late)
             return
         if accused is not None and accused.exit_code:
-            self.set_cause(cause_of(accused, None))
+            assert accusation is not None
+            self.set_cause(cause_where_accused(accused, accusation))
         elif accusation is None or (is_late and accused is None):
             self.set_cause(cause_of(first_of(self._failed), accusation))
         elif is_late and accused is not None:

@@ -37,6 +37,7 @@ from fastps.control.protocol import (
     unpack_to_member,
 )
 from fastps.errors import FastPSError
+from fastps.launch.cause import how_it_ended
 from fastps.launch.options import Options
 from fastps.launch.plan import ProcessSpec
 from fastps.launch.processes import Child
@@ -76,7 +77,7 @@ class Messenger:
         environ = self._environs.get((child.role, child.rank))
         if environ is None:
             return
-        host, cause = text_of(socket.gethostname()), text_of(f"it {child.describe_end()}")
+        host, cause = text_of(socket.gethostname()), text_of(how_it_ended(child))
         message = Absent(child.role, child.rank, host, child.pid, cause)
         if self.scheduler is not None:
             self.scheduler.report_absent(message)

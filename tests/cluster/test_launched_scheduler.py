@@ -159,6 +159,39 @@ def test_a_stopped_scheduler_is_reported_and_resumed_for_the_end(job):
     assert process.returncode == 0
 
 
+def test_a_scheduler_that_was_stopped_before_the_start_is_to_blame(job, monkeypatch):
+    """Worker 0 gives it up and ends; when it runs again, it must not blame worker 0 alone."""
+    monkeypatch.setenv("FASTPS_LEASE_S", "0.6")
+    code = """
+import fastps, os, pathlib, time
+from fastps.control.client import ControlClient
+begin_pulse = ControlClient._start_pulse
+def tell(self, *args):
+    begin_pulse(self, *args)
+    print("joined", os.getpid(), flush=True)
+ControlClient._start_pulse = tell
+while os.environ["FASTPS_RANK"] == "1" and not pathlib.Path(__file__).with_name("go").exists():
+    time.sleep(0.01)
+fastps.init()
+"""
+    with job.started(job.python("-np", "2", "--log-level", "INFO", code=code)) as process:
+        pid = scheduler_of(process)
+        worker = int(next(line for line in process.stdout if "joined" in line).split()[-1])
+        os.kill(pid, signal.SIGSTOP)
+        silent = next(line for line in process.stderr if "PeerLostError: scheduler" in line)
+        assert "raise FASTPS_LEASE_S if such pauses are normal" in silent
+        (job.folder / "go").touch()
+        wait_ended(worker)
+        os.kill(pid, signal.SIGCONT)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    lines = stderr.splitlines()
+    assert lines[-1].startswith("[fastps-run] scheduler ("), stderr
+    assert "is lost: it has been silent for" in lines[-1]
+    assert "worker 0" in lines[-1]
+    words = "the job cannot start: worker 0: it lost the scheduler (it has been silent for"
+    assert words in stderr
+
+
 def test_signals_to_the_scheduler_alone_end_nothing(job):
     code = JOINED + "wait_for('go'); fastps.barrier()"
     with job.started(job.python("-np", "2", "--log-level", "INFO", code=code)) as process:

@@ -14,7 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.launch.cause import accusation_of, cause_of, first_of, last_output
+from fastps.launch.cause import (
+    Accusation,
+    accusation_of,
+    cause_of,
+    cause_where_accused,
+    first_of,
+    how_it_ended,
+    last_output,
+)
 from fastps.launch.layout import Layout, make_layout
 from fastps.launch.options import EPILOG, parse
 from fastps.launch.output import (
@@ -491,6 +499,19 @@ def test_a_part_does_not_accuse_itself_and_one_that_did_well_nobody():
     assert accusation_of(failed("worker 0", 1, said)) is None
     assert accusation_of(failed("worker 1", 0, b"PeerLostError: worker 0 is lost")) is None
     assert accusation_of(failed("worker 1", -9, b"PeerLostError: worker 0 is lost")) is None
+
+
+def test_a_process_that_gave_up_the_scheduler_is_no_first_cause():
+    why = "it has been silent for 3.0 s"
+    said = f"fastps-server: PeerLostError: scheduler (10.0.0.1:5) is lost: {why}".encode()
+    part, exited = failed("server 0", 2, said, role="server"), "ended with exit code 2"
+    how = how_it_ended(part)
+    assert how == f"it lost the scheduler ({why}) and {exited}"
+    assert how_it_ended(failed("worker 0", 2, b"ValueError: no")) == f"it {exited}"
+    told = cause_where_accused(part, Accusation(how, "server", 0, f"is lost: {how}"))
+    assert told.text.startswith(f"scheduler (10.0.0.1:5) is lost: {why}; server 0")
+    silent = cause_where_accused(part, Accusation("", "server", 0, "is lost: it was silent"))
+    assert silent.text == f"server 0 (pid 7) {exited}"  # it was stopped itself
 
 
 # ---- the scheduler's log ----
