@@ -237,17 +237,17 @@ class NetLab:
         """Start argv on a host; the process's pid is argv's own. Options are Popen's."""
         return subprocess.Popen(self.command(host, argv), **options)
 
-    def cut(self, source: int, target: int) -> None:
-        """Drop all packets from one host to another, silently; those of the way back arrive."""
-        self._neighbour("replace", source, target, "lladdr", NOBODY, "nud", "permanent")
+    def cut(self, source: int, *targets: int) -> None:
+        """Drop all packets from one host to others, silently; those of the way back arrive."""
+        self._neighbours("replace", source, targets, f"lladdr {NOBODY} nud permanent")
 
-    def heal(self, source: int, target: int) -> None:
-        """Let packets from one host to another arrive again."""
-        self._neighbour("del", source, target)
+    def heal(self, source: int, *targets: int) -> None:
+        """Let packets from one host to others arrive again."""
+        self._neighbours("del", source, targets)
 
-    def _neighbour(self, verb: str, source: int, target: int, *more: str) -> None:
-        _call("ip", "-n", self.host_name(source), "neigh", verb, self.address(target),
-              "dev", "eth0", *more)  # fmt: skip
+    def _neighbours(self, verb: str, source: int, targets: Sequence[int], more: str = "") -> None:
+        lines = [f"neigh {verb} {self.address(one)} dev eth0 {more}\n" for one in targets]
+        _call("ip", "-n", self.host_name(source), "-batch", "-", text="".join(lines))
 
     def traffic(self) -> list[Traffic]:
         """Read the counters of every host's link, in the order of hosts."""

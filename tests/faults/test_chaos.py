@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.alone]
 
 EVENTS, SEED = 60, 42
 LIMIT_S = 420.0  # on two idle processors it takes less than 240 s
+PARTITIONS_LIMIT_S = 240.0  # on two idle processors it takes less than 40 s
 CHAOS = (sys.executable, "-m", "tools.chaos")
 
 
@@ -40,6 +41,22 @@ def test_jobs_do_what_they_have_to_about_a_sample_of_faults(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert f"{EVENTS} events, 0 findings" in done.stdout
+
+
+@pytest.mark.root
+@pytest.mark.timeout(PARTITIONS_LIMIT_S + 60)
+def test_an_elastic_job_goes_on_on_the_schedulers_side_of_a_partition(tmp_path):
+    """Machine 0 alone, 1, or 4 is cut off; 0 sends nothing to 2; 3 sends nothing to 0."""
+    if lack := netlab.missing():
+        pytest.skip(f"no make-believe hosts here: {lack}")
+    seeds = (0, 1, 4, 16, 27)
+    own = [word for seed in seeds for word in ("--only", f"five-machines {seed}")]
+    done = subprocess.run(
+        [*CHAOS, *own, "--elastic", "2", "--log", str(tmp_path / "log")], cwd=ROOT,
+        env=environment(), capture_output=True, text=True, timeout=PARTITIONS_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "5 events, 0 findings" in done.stdout
 
 
 def marked(mark: str) -> list[str]:

@@ -155,8 +155,80 @@ def test_an_elastic_job_may_end_where_it_need_not_go_on():
     assert judge(replace(KILL, layout="sets"), LAYOUTS["sets"], raises, least=1).findings == []
 
 
+FIVE = LAYOUTS["five-machines"]
+SILENT = "scheduler (10.0.0.1:5) is lost: it has been silent for 0.9 s"
+
+
+def split(event, *, lost, cause="", error=SILENT, after_s=1.5):
+    """Make what a driver sees of an elastic job of five machines that a cut has split."""
+    ranks, replay, records = range(5), Replay(3, has_fractions=True), []
+    left = [rank for rank in ranks if rank not in lost]
+    for step in range(STEPS):
+        there = list(ranks) if step < 5 else left
+        who = [there] * 3
+        found = replay.add(who)
+        records += [
+            {"member": f"{rank}:{rank}", "rank": rank, "what": "step", "step": step, "who": who,
+             "hash": found, "at": 2.0 + step} for rank in there
+        ]  # fmt: skip
+    for rank in ranks:
+        own = {"member": f"{rank}:{rank}", "rank": rank}
+        records.append(own | {"what": "begin", "at": 0.0})
+        if rank in left:
+            cause = cause or f"worker {lost[-1]} (h, pid {lost[-1]}) is lost: it"
+            records += [own | {"what": "view", "at": 6.9, "number": 2, "size": len(left),
+                               "cause": cause, "seconds": 0.1}]  # fmt: skip
+            records.append(own | {"what": "left", "at": 50.0})
+        elif error:
+            records.append(own | {"what": "error", "at": 6.5 + after_s, "step": 5,
+                                  "type": "PeerLostError", "text": error})  # fmt: skip
+    codes = {f"launcher {rank}": {"code": int(rank in lost), "stderr": ""} for rank in ranks}
+    return Seen(6.5, 52.0, 0.0, codes, records, load={"seed": 3, "share": 1.0})
+
+
+def test_all_partitions_of_five_machines_are_drawn_in_turn():
+    many = plan(0, 35, [FIVE])
+    sides = {frozenset(one.side) for one in many if one.kind == "split"}
+    assert len(sides) == 15
+    assert not any(0 in side for side in sides)
+    ways = {one.ways(5)[0] for one in many if one.kind == "cut-one-way"}
+    assert len(ways) == 20
+    assert Event(0, "five-machines", "split", side=(1, 3, 4)).ways(5) == [
+        (1, 0), (1, 2), (3, 0), (3, 2), (4, 0), (4, 2),
+        (0, 1), (2, 1), (0, 3), (2, 3), (0, 4), (2, 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({}, set()),
+        ({"error": ""}, {"no error"}),
+        ({"error": "worker 0 is lost"}, {"wrong blame"}),
+        ({"after_s": 8.0}, {"late"}),
+        ({"lost": [1, 2, 3]}, {"lost job", "more lost", "wrong blame", "exit code"}),
+    ],
+)
+def test_a_split_ends_the_side_without_the_scheduler(wrong, found):
+    event = Event(9, "five-machines", "split", "machine", 0, "running", 4, side=(1, 2))
+    one = split(event, **({"lost": [1, 2]} | wrong))
+    verdict = judge(event, FIVE, one, least=2)
+    assert verdict.expected == "goes on"
+    assert {one.kind for one in verdict.findings} == found
+
+
+def test_a_cut_between_two_machines_loses_one_of_them():
+    event = Event(33, "five-machines", "cut-one-way", "machine", 4, "running", 4, other=2)
+    both = "worker 2 (h, pid 2) is lost: worker 4 lost its data connection to it"
+    one = split(event, lost=[2], cause=both, error=f"this process was taken for lost: {both}")
+    one.records += [{"member": "4:4", "rank": 4, "what": "left", "at": 50.0}]
+    assert judge(event, FIVE, one, least=2).findings == []
+    two = split(event, lost=[2, 4], cause=both, error=f"this process was taken for lost: {both}")
+    assert {x.kind for x in judge(event, FIVE, two, least=2).findings} == {"more lost"}
+
+
 def test_the_same_seed_draws_the_same_events_and_all_kinds_come():
-    layouts = list(LAYOUTS.values())
+    layouts = [one for one in LAYOUTS.values() if not one.is_split]
     many = plan(1, 1200, layouts)
     assert many == plan(1, 1200, layouts)
     assert many[7] == draw(many[7].seed, LAYOUTS[many[7].layout])

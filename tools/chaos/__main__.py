@@ -4,6 +4,7 @@
     make chaos                                      100 events, all layouts, seed 1
     make chaos SEED=7 EVENTS=300 LAYOUTS=memory,apart
     make chaos ELASTIC=1                            jobs that go on without who is lost
+    make chaos ELASTIC=2 EVENTS=35 LAYOUTS=five-machines      all partitions of a network
     python -m tools.chaos --only 'torchrun 12'      one event again: its layout and its seed
     python -m tools.chaos --list                    the layouts, and the events of a run
 
@@ -221,7 +222,9 @@ def _enter(event: Event, layout: Layout, folder: Path, least: int | None) -> Non
 def choose(options: argparse.Namespace) -> tuple[list[Event], list[str]]:
     """Return the events of a run, and what this machine cannot do."""
     lacks = []
-    names = [name for name in options.layouts.split(",") if name] or list(LAYOUTS)
+    names = [name for name in options.layouts.split(",") if name] or [
+        one.name for one in LAYOUTS.values() if not one.is_split
+    ]
     unknown = [name for name in names if name not in LAYOUTS]
     if unknown:
         raise SystemExit(f"no layout is named {unknown[0]}; there are: {', '.join(LAYOUTS)}")

@@ -3,7 +3,8 @@
 
 Kinds: kill, term, segv (signals that end a process), stop (SIGSTOP, and SIGCONT after `seconds`:
 longer than a lease, or a short pause), cut and cut-one-way (links between two machines; healed
-after `seconds`, or never if 0), disk (the folder of logs and temporary files is full), clock (one
+after `seconds`, or never if 0), split (of the network in two: no machine of one side reaches one
+of the other), disk (the folder of logs and temporary files is full), clock (one
 machine's monotonic clock is a day ahead: a time namespace), none.
 
 A clock that jumps while processes run is left out: the offsets of a time namespace are fixed
@@ -12,6 +13,7 @@ before its first process starts, and CLOCK_REALTIME has no namespace.
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from tools.chaos.layouts import LEASE_S, Layout
 SIGNALS = {
     "kill": signal.SIGKILL, "term": signal.SIGTERM, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP,
 }  # fmt: skip
-CUTS = ("cut", "cut-one-way")
+CUTS = ("cut", "cut-one-way", "split")
 PHASES = ("start", "running", "inside", "waiting", "late", "leaving")
 STEPS = 40
 LATE_S = 0.6  # how late the straggler is that others wait for
@@ -42,10 +44,11 @@ class Event:
     """One fault of one job.
 
     role: worker, server, scheduler, launcher, or machine (of a cut, a disk or a clock); other: the
-    second machine of a cut. then_role, then_rank, then_s: a member that is killed so many seconds
-    after the first one. phase: the moment of the victim, or of the job. delay_s: after that
-    moment. probe: a value of FASTPS_FAULT, the exact moment inside a step. is_polite: the other
-    workers survive SIGTERM for a while.
+    second machine of a cut. side: the machines of a split that are apart from the scheduler.
+    then_role, then_rank, then_s: a member that is killed so many seconds after the first one.
+    phase: the moment of the victim, or of the job. delay_s: after that moment. probe: a value of
+    FASTPS_FAULT, the exact moment inside a step. is_polite: the other workers survive SIGTERM for
+    a while.
     """
 
     seed: int
@@ -63,6 +66,16 @@ class Event:
     then_role: str = ""
     then_rank: int = 0
     then_s: float = 0.0
+    side: tuple[int, ...] = ()
+
+    def ways(self, machines: int) -> list[tuple[int, int]]:
+        """List the ways that a cut interrupts, as (from, to)."""
+        if self.kind == "split":
+            rest = [machine for machine in range(machines) if machine not in self.side]
+            pairs = list(itertools.product(self.side, rest))
+            return [*pairs, *((to, source) for source, to in pairs)]
+        ways = [(self.rank, self.other), (self.other, self.rank)]
+        return ways[: 1 if self.kind == "cut-one-way" else 2]
 
     @property
     def name(self) -> str:
@@ -76,6 +89,8 @@ class Event:
     def words(self) -> str:
         """Return the event as one line."""
         where = f"{self.role} {self.rank}" + (f" and {self.other}" if self.kind in CUTS else "")
+        if self.kind == "split":
+            where = f"machines {', '.join(map(str, self.side))} off"
         moment = f"{self.phase}, step {self.step} + {1000 * self.delay_s:.1f} ms"
         parts = [self.name.partition(" ")[0], where, self.probe or moment]
         if self.seconds:
@@ -117,6 +132,8 @@ def draw(
 ) -> Event:  # fmt: skip
     """Draw the event of one job; the same seed and layout give the same event."""
     chance = random.Random(f"{seed} {layout.name}")
+    if layout.is_split:
+        return _partition(chance, seed, layout)
     kind = chance.choice(kinds_of(layout, has_disk=has_disk, has_clock=has_clock))
     step = chance.randint(3, STEPS // 2)
     polite = chance.random() < 0.8
@@ -136,6 +153,24 @@ def draw(
     rank = chance.choice([rank for one, rank in victims if one == role])
     event = Event(seed, layout.name, kind, role, rank, step=step, is_polite=polite)
     return _signal_event(chance, event, layout)
+
+
+def _partition(chance: random.Random, seed: int, layout: Layout) -> Event:
+    """Draw the moment of a partition; which one, the seed counts: splits, then one-way cuts.
+
+    All splits into two sides of which one has one or two machines.
+    """
+    machines = range(len(layout.machines))
+    step, delay_s = chance.randint(3, STEPS // 2), chance.uniform(0, 0.01)
+    small = [*itertools.combinations(machines, 1), *itertools.combinations(machines, 2)]
+    off = [side if 0 not in side else tuple(set(machines) - set(side)) for side in small]
+    ways = [(one, other) for one in machines for other in machines if one != other]
+    place = seed % (len(off) + len(ways))
+    event = Event(seed, layout.name, "split", "machine", step=step, delay_s=delay_s)
+    if place < len(off):
+        return replace(event, side=off[place])
+    one, other = ways[place - len(off)]
+    return replace(event, kind="cut-one-way", rank=one, other=other)
 
 
 def _signal_event(chance: random.Random, event: Event, layout: Layout) -> Event:

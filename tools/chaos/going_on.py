@@ -19,9 +19,12 @@ Finding = tuple[str, str]  # kind and text
 def losses(event: Event, layout: Layout) -> list[set[tuple[str, int]]]:
     """Return the sets of members of which the job may lose one.
 
-    A cut loses those on the side without the scheduler; or of two machines without it, either.
+    A cut loses those on the side without the scheduler; or of two machines without it, either. A
+    split loses all on that side.
     """
     machines = [set(layout.members_of(machine)) for machine in range(len(layout.machines))]
+    if event.kind == "split":
+        return [set[tuple[str, int]]().union(*(machines[machine] for machine in event.side))]
     if event.kind in CUTS:
         sides = [machine for machine in (event.rank, event.other) if machine]
         return [machines[side] for side in sides]
@@ -77,6 +80,7 @@ def check(event: Event, layout: Layout, seen: Seen) -> Iterator[Finding]:
 
 def _check_views(event: Event, layout: Layout, seen: Seen, left: set[int]) -> Iterator[Finding]:
     most = max(len(lost) for lost in losses(event, layout))
+    most_workers = max(sum(role == "worker" for role, _ in lost) for lost in losses(event, layout))
     for rank in sorted(left):
         views = seen.of(rank, "view")
         if len(views) > most:
@@ -84,6 +88,9 @@ def _check_views(event: Event, layout: Layout, seen: Seen, left: set[int]) -> It
             yield "more views", f"worker {rank} came to {len(views)} more, not {most}: {causes}"
         if views and views[-1]["size"] < len(left):
             yield "more lost", f"{views[-1]['size']} of {len(left)} survivors: {views[-1]}"
+        elif views and views[-1]["size"] < layout.workers - most_workers:
+            size, causes = views[-1]["size"], [one["cause"] for one in views]
+            yield "more lost", f"{size} workers go on, and one end of a cut was enough: {causes}"
     lost = set.union(*losses(event, layout))
     members = {one["member"] for one in seen.records if ("worker", one["rank"]) in lost}
     names = [f"pid {one.partition(':')[2]})" for one in sorted(members)]

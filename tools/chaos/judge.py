@@ -88,10 +88,16 @@ def dead_of(event: Event, layout: Layout) -> set[tuple[str, int]]:
     return dead | {(event.then_role, event.then_rank)} if event.then_role else dead
 
 
-def culprits(event: Event, layout: Layout) -> re.Pattern[str]:
-    """Return what an error must name at least one of."""
+def culprits(event: Event, layout: Layout, machine: int) -> re.Pattern[str]:
+    """Return what an error or a last line on a machine must name at least one of.
+
+    A machine that a split has cut off from the scheduler has to name the scheduler.
+    """
     names: list[str] = []
-    if event.kind in CUTS:
+    if event.kind == "split":
+        machines: tuple[int, ...] = (0,) if machine in event.side else ()
+        members = [one for off in event.side for one in layout.members_of(off) if not machines]
+    elif event.kind in CUTS:
         members = [*layout.members_of(event.rank), *layout.members_of(event.other)]
         machines = (event.rank, event.other)
     elif event.role == "launcher":
@@ -203,12 +209,29 @@ def _check_going_on(event: Event, layout: Layout, seen: Seen, verdict: Verdict) 
         for error in seen.of(rank, "error"):
             if error["type"] not in OURS:
                 verdict.add("wrong type", f"worker {rank}: {error['type']}: {error['text']}")
+        if event.kind in CUTS:
+            _check_cut_off(event, layout, seen, verdict, rank)
+
+
+def _check_cut_off(event: Event, layout: Layout, seen: Seen, verdict: Verdict, rank: int) -> None:
+    """Check that a worker which is cut off from a job that goes on ends soon, and knows why."""
+    assert seen.event_at is not None
+    if not (errors := seen.of(rank, "error")):
+        verdict.add("no error", f"worker {rank} was cut off and got no error")
+        return
+    after_s, limit = errors[0]["at"] - seen.event_at, limit_s(event, layout, seen)
+    what = f"worker {rank}, {after_s:.2f} s after the event: {errors[0]['text']}"
+    if after_s > limit:
+        verdict.add("late", f"{what} (limit: {limit:.1f} s)")
+    wanted = culprits(event, layout, layout.machine_of("worker", rank))
+    if not wanted.search(what):
+        verdict.add("wrong blame", f"{what} (wanted: {wanted.pattern})")
 
 
 def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
     """Return how long after the event the last error may come."""
     silent = event.kind in (*CUTS, "stop")
-    limit = SOON_S + (LEASE_S + 1.0 if silent else 0.0)  # user timeout of TCP: the same 3 s
+    limit = SOON_S + (layout.lease_s + 1.0 if silent else 0.0)  # user timeout of TCP: the same 3 s
     if event.phase == "start" and (layout.launcher != "fastps-run" or layout.is_lab):
         limit += float(layout.environment.get("FASTPS_START_TIMEOUT_S", "15"))
     return limit + seen.spare_s
@@ -216,11 +239,7 @@ def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
 
 def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
     assert seen.event_at is not None
-    dead, wanted, limit = (
-        dead_of(event, layout),
-        culprits(event, layout),
-        limit_s(event, layout, seen),
-    )
+    dead, limit = dead_of(event, layout), limit_s(event, layout, seen)
     named: list[tuple[int, set[str]]] = []
     for rank in range(layout.workers):
         if ("worker", rank) in dead or not seen.of(rank, "begin"):
@@ -239,7 +258,7 @@ def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
             elif seen.of(rank, "term") and not seen.of(rank, "left") and seen.of(rank, "joined"):
                 verdict.add("no error", f"worker {rank} got no error before SIGKILL")
             continue
-        error = errors[0]
+        error, wanted = errors[0], culprits(event, layout, layout.machine_of("worker", rank))
         after_s = error["at"] - seen.event_at
         verdict.detections.append(after_s)
         what = f"worker {rank}, {after_s:.2f} s after the event: {error['type']}: {error['text']}"
@@ -270,11 +289,12 @@ def _code_of(event: Event) -> int | None:
 
 
 def _check_report(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
-    wanted, own = culprits(event, layout), layout.machine_of(event.role, event.rank)
+    own = layout.machine_of(event.role, event.rank)
     for name, one in seen.launchers.items():
         if layout.launcher == "none":
             continue
         machine = int(name.rpartition(" ")[2])
+        wanted = culprits(event, layout, machine)
         if event.role == "launcher" and machine == event.rank:
             continue
         if one["code"] == 0 and not _has_nothing_left(layout, machine, seen):

@@ -15,6 +15,10 @@ SETTINGS = {
     "FASTPS_CHUNK_BYTES": "16384", "FASTPS_MIN_COMPRESS_BYTES": "100", "OMP_NUM_THREADS": "1",
 }  # fmt: skip
 TCP = {"FASTPS_SHARED_MEMORY": "0", "FASTPS_UNIX_SOCKETS": "0"}
+QUICK = {
+    "FASTPS_LEASE_S": "0.9", "FASTPS_HEARTBEAT_S": "0.1", "FASTPS_CONNECT_TIMEOUT_S": "2",
+    "FASTPS_TCP_USER_TIMEOUT_S": "1",
+}  # fmt: skip
 PATIENT = {"FASTPS_START_TIMEOUT_S": "40"}  # for torch's imports
 
 
@@ -25,7 +29,8 @@ class Layout:
     machines: (workers, servers) of each. work: a key of WORKS in program.py. launcher: fastps-run,
     torchrun, or "none", where the driver starts scheduler and members itself. is_lab: each
     machine is a host of tools/netlab.py. elastic: what the work does in an elastic job that loses
-    a member: it "goes on", or "raises" an error.
+    a member: it "goes on", or "raises" an error. is_split: its events are all partitions of its
+    network in turn, so it is only used when its name is given.
     """
 
     name: str
@@ -36,6 +41,12 @@ class Layout:
     is_lab: bool = False
     seconds: float = 2.0  # a job without a fault, on an idle machine
     elastic: str = "goes on"
+    is_split: bool = False
+
+    @property
+    def lease_s(self) -> float:
+        """Return the lease of its processes."""
+        return float(self.environment.get("FASTPS_LEASE_S", LEASE_S))
 
     @property
     def workers(self) -> int:
@@ -80,6 +91,7 @@ LAYOUTS = {
         Layout("by-hand", ((2, 1),), environment=TCP, launcher="none"),
         Layout("two-machines", ((2, 0), (1, 0)), is_lab=True),
         Layout("three-machines", ((1, 0), (1, 0), (0, 1)), is_lab=True),
+        Layout("five-machines", ((1, 0),) * 5, environment=QUICK, is_lab=True, is_split=True),
         Layout("compression", ((3, 1),), "compression", TCP),
         Layout("sets", ((4, 0),), "sets", elastic="raises"),
         Layout("local-sgd", ((2, 0),), "local_sgd", TCP),

@@ -458,9 +458,9 @@ class Runner:
     def _cut(self, verb: str) -> None:
         assert self.lab is not None
         change = self.lab.cut if verb == "cut" else self.lab.heal
-        change(self.event.rank, self.event.other)
-        if self.event.kind == "cut":
-            change(self.event.other, self.event.rank)
+        ways = self.event.ways(self.lab.hosts)
+        for source in sorted({source for source, _ in ways}):
+            change(source, *(to for one, to in ways if one == source))
 
     def _undo(self) -> None:
         self._undo_at = None
