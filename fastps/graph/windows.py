@@ -55,6 +55,7 @@ class _Host(Protocol):
     def check_usable(self) -> None: ...
     def waiting_by(self, explain: Explain) -> Waiting: ...
     def explain(self, operation: Any, status: int | None, timeout_s: float) -> FastPSError: ...
+    def no_window(self, name: str, others: Sequence[str]) -> Exception: ...
 
 
 @dataclass(frozen=True)
@@ -216,11 +217,9 @@ class WindowTable:
         return True
 
     def find(self, name: str) -> CreatedWindow:
-        """Return a window by its name. Raises ValueError."""
+        """Return a window by its name. Raises ValueError, or ViewChangedError if it has ended."""
         if name not in self._created:
-            raise ValueError(
-                f"there is no window {name!r}, only {self.names}: call win_create() first"
-            )
+            raise self._host.no_window(name, self.names)
         return self._created[name]
 
     # ---- actions ----

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from fastps.collectives._exchange import Operation
     from fastps.collectives.schedule import Schedule
-    from fastps.graph.windows import WindowTable
     from fastps.session.elastic import ElasticSession
 
 COMMITTED = (*SUMS, "allgather", "gather", "scatter", "alltoall", "broadcast", "barrier")
@@ -162,11 +161,12 @@ class ElasticGroups(Groups):
             self.await_next_view()
             raise self._session.view_error(what)
 
-    @property
-    def windows(self) -> WindowTable:
-        """The windows of this view."""
-        self.check_usable()
-        return super().windows
+    def no_window(self, name: str, others: Sequence[str]) -> Exception:
+        """Word the error of a window that is not there; see Groups.no_window()."""
+        error = super().no_window(name, others)
+        if isinstance(error, ViewChangedError):
+            self._session.told_view = self._view
+        return error
 
     def track(self, operation: Operation, n_members: int) -> None:
         """Take an operation that has begun, and is to be committed."""

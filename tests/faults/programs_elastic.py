@@ -345,3 +345,23 @@ def learn(*, steps: int, deaths: dict[str, int]) -> str:
         if deaths.get(me) == step:
             os.kill(os.getpid(), signal.SIGKILL)
     return digest.hexdigest()
+
+
+def use_windows(*, victim: int) -> dict[str, Any]:
+    """Use a window of a view that has ended, then make it again."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    me, before, array = fastps.rank(), fastps.size(), np.ones(3)
+    fastps.win_create(array, "w")
+    if me == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while fastps.size() == before:
+        time.sleep(0.01)
+    try:
+        fastps.win_put(array, "w")
+    except fastps.ViewChangedError as error:
+        text = str(error)
+    fastps.win_create(array, "w")
+    fastps.win_put(array, "w")
+    fastps.barrier()
+    return {"text": text, "found": fastps.win_update("w").tolist()}

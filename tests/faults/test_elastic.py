@@ -271,3 +271,10 @@ def test_on_view_may_not_communicate():
 def test_a_wait_ends_in_its_time_and_may_be_called_again():
     results = run(programs_elastic.wait_in_time, "shared", workers=2)
     assert results[0] == {"is_late": True, "found": [2] * 3}
+
+
+def test_a_window_of_an_earlier_view_says_whose_loss_ended_it():
+    results = run(programs_elastic.use_windows, "shared", 1, victim=1)
+    for result in results.values():
+        assert "window 'w' has ended: worker 1 (" in result["text"]
+        assert result["found"] == [1] * 3
