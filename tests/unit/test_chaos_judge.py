@@ -146,6 +146,17 @@ def test_what_is_wrong_with_an_elastic_job_is_found(wrong, found):
     assert [one.kind for one in verdict.findings] == found
 
 
+def test_a_victim_that_had_left_has_the_exit_code_of_its_signal():
+    """The second one is killed after its last step, while its process ends."""
+    event = replace(KILL, layout="two-machines", then_role="worker", then_rank=2, then_s=0.3)
+    one = gone_on()
+    one.launchers = {f"launcher {m}": {"code": 137 * m, "stderr": ""} for m in range(2)}
+    layout = LAYOUTS["two-machines"]
+    assert judge(event, layout, one, least=1).findings == []
+    once = replace(event, then_role="")
+    assert [x.kind for x in judge(once, layout, one, least=1).findings] == ["exit code"]
+
+
 def test_an_elastic_job_may_end_where_it_need_not_go_on():
     one = seen()
     assert "lost job" in [x.kind for x in judge(KILL, MEMORY, one, least=1).findings]

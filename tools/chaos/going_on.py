@@ -75,7 +75,8 @@ def check(event: Event, layout: Layout, seen: Seen) -> Iterator[Finding]:
             was = "" if seen.of(rank, "left") else ", and did not leave in order"
             yield "lost job", f"worker {rank} took {steps} steps of {STEPS}{was}: {errors}"
     yield from _check_views(event, layout, seen, left)
-    yield from _check_codes(layout, seen, left)
+    victims = set.union(*losses(event, layout))  # one that had left may be killed before its end
+    yield from _check_codes(layout, seen, {("worker", rank) for rank in left} - victims)
 
 
 def _check_views(event: Event, layout: Layout, seen: Seen, left: set[int]) -> Iterator[Finding]:
@@ -101,10 +102,10 @@ def _check_views(event: Event, layout: Layout, seen: Seen, left: set[int]) -> It
                 yield "wrong blame", f"worker {rank}: {one['cause']} (wanted: {names})"
 
 
-def _check_codes(layout: Layout, seen: Seen, left: set[int]) -> Iterator[Finding]:
+def _check_codes(layout: Layout, seen: Seen, workers: set[tuple[str, int]]) -> Iterator[Finding]:
+    """Check that the processes of workers that nothing happened to ended with success."""
     for name, one in seen.launchers.items():
         role, _, rank = name.rpartition(" ")
-        workers = [("worker", worker) for worker in left]
         mine = layout.members_of(int(rank)) if role == "launcher" else [(role, int(rank))]
         is_fine = any(member in mine for member in workers) or role == "scheduler"
         if is_fine and one["code"] != 0:

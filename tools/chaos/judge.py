@@ -150,7 +150,7 @@ def judge(event: Event, layout: Layout, seen: Seen, *, least: int | None = None)
     elif expected != "gone" and not (event.role == "launcher" and event.kind == "term"):
         _check_errors(event, layout, seen, verdict)
         _check_report(event, layout, seen, verdict)
-        _check_end(layout, seen, verdict)
+        _check_end(event, layout, seen, verdict)
         if has_ended_well:
             verdict.add("unnoticed", "the job ended with code 0, although a member was lost")
     elif expected == "gone" and has_ended_well:
@@ -232,9 +232,14 @@ def limit_s(event: Event, layout: Layout, seen: Seen) -> float:
     """Return how long after the event the last error may come."""
     silent = event.kind in (*CUTS, "stop")
     limit = SOON_S + (layout.lease_s + 1.0 if silent else 0.0)  # user timeout of TCP: the same 3 s
+    return limit + _start_s(event, layout) + seen.spare_s
+
+
+def _start_s(event: Event, layout: Layout) -> float:
+    """Return how long others wait for the victim to start, where no launcher reports its end."""
     if event.phase == "start" and (layout.launcher != "fastps-run" or layout.is_lab):
-        limit += float(layout.environment.get("FASTPS_START_TIMEOUT_S", "15"))
-    return limit + seen.spare_s
+        return float(layout.environment.get("FASTPS_START_TIMEOUT_S", "15"))
+    return 0.0
 
 
 def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
@@ -329,9 +334,10 @@ def _check_term(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> N
             )
 
 
-def _check_end(layout: Layout, seen: Seen, verdict: Verdict) -> None:
+def _check_end(event: Event, layout: Layout, seen: Seen, verdict: Verdict) -> None:
     ends = [one["at"] for one in seen.records if one["what"] in ("error", "event")]
     limit = END_S + seen.spare_s + (30.0 if layout.launcher == "torchrun" else 0.0)
+    limit += _start_s(event, layout)  # where servers alone are left, they have that time
     after_s = seen.ended_at - max(ends, default=seen.event_at or seen.ended_at)
     if after_s > limit:
         verdict.add("slow end", f"the last process ended {after_s:.1f} s after the last error")
