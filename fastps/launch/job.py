@@ -428,15 +428,17 @@ class Job:
     def _find_lost_part(
         self, accusation: Accusation | None, accused: Part | None, *, is_late: bool
     ) -> None:
-        """Set the cause to a part of ours that the job has lost, though it succeeded or runs.
+        """Set the cause to a part of ours that the job has lost, though none failed for it here.
 
-        The others fail on their machines, so no part need fail here. An accused part that still
-        runs gets the grace period to end.
+        The others fail on their machines. The accused part may have succeeded, or failed in a job
+        that could go on; one that still runs gets the grace period to end.
         """
         if not self._is_spread or accusation is None or accused is None:
             return
         if accused.is_alive and self._settled_at is None:
             self._settled_at = time.monotonic() + self._grace_s
+        elif accused.exit_code:
+            self.set_cause(cause_where_accused(accused, accusation))
         elif is_late or not accused.is_alive:
             self.set_cause(cause_in(accused, accusation))
 
