@@ -24,6 +24,19 @@ pytestmark = [pytest.mark.alone]
 EVENTS, SEED = 60, 42
 LIMIT_S = 420.0  # on two idle processors it takes less than 240 s
 PARTITIONS_LIMIT_S = 240.0  # on two idle processors it takes less than 40 s
+LOSSES = "kill worker,segv worker,stop long worker,kill server,segv server,stop long server"
+ELASTIC = (
+    "--elastic",
+    "1",
+    "--events",
+    "26",
+    "--seed",
+    "83",
+    "--kinds",
+    LOSSES,
+    "--layouts",
+    "memory,colocated,apart,two-machines,compression,local-sgd",
+)  # in less than 60 s
 CHAOS = (sys.executable, "-m", "tools.chaos")
 
 
@@ -41,6 +54,17 @@ def test_jobs_do_what_they_have_to_about_a_sample_of_faults(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert f"{EVENTS} events, 0 findings" in done.stdout
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_elastic_jobs_go_on_after_a_sample_of_losses(tmp_path):
+    done = subprocess.run(
+        [*CHAOS, *ELASTIC, "--log", str(tmp_path / "log")], cwd=ROOT, env=environment(),
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "26 events, 0 findings" in done.stdout
 
 
 @pytest.mark.root
