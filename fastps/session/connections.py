@@ -91,7 +91,7 @@ def may_serve(config: Config) -> bool:
     if config.colocate != "auto":
         return config.colocate == "on"
     has_enough = 0 < config.size <= config.num_servers
-    return not has_enough
+    return not has_enough or config.elastic_min > 0  # whose servers may be lost
 
 
 def choose_threads() -> int:

@@ -90,6 +90,18 @@ def test_a_server_dies_at_an_exact_moment(fault):
     check(results)
 
 
+def test_workers_serve_themselves_when_all_servers_have_died():
+    """Though there were servers enough for all of them at the start."""
+    with Job(
+        programs_elastic.train, workers=2, servers=2, environment=SOCKETS,
+        arguments={"pause_s": 0.02},
+    ) as job:  # fmt: skip
+        for step, rank in ((5, 1), (15, 0)):
+            job.workers[0].wait_line(f"STEP {step}")
+            job.processes["server", rank].send(signal.SIGKILL)
+        check(results_of(job))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_but_one_die_together(layout):
     environment, servers = LAYOUTS[layout]
