@@ -236,3 +236,5 @@ cdef class Beats:
     cdef BeatsState* state      # its descriptors are under its mutex; freed after the join
     cdef Thread* thread         # NULL after a join
     cdef int end(self, int64_t deadline_ns) noexcept nogil
+    cdef bint is_forked(self) noexcept nogil
+    cdef bint make_room(self) noexcept nogil

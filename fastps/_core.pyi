@@ -49,7 +49,7 @@ class BufferPool:
 class Pulse:
     def __new__(
         cls, fd: int, payload: bytes, interval_s: float, *, lease_s: float = 0.0,
-        end_fd: int = -1, answer_fd: int = -1, cookie: bytes = b"",
+        end_fd: int = -1, answer_fd: int = -1, cookie: bytes = b"", peer_stat: bytes = b"",
     ) -> Self: ...  # fmt: skip
     def __del__(self) -> None: ...
     @property

@@ -53,11 +53,12 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcmp, memcpy, memset, strerror
 from posix.mman cimport (
-    MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, madvise, mmap, munmap,
+    MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE, madvise, mmap,
+    munmap,
 )
 from posix.signal cimport kill, sigdelset, sigfillset, sigset_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, nanosleep, timespec
-from posix.unistd cimport _exit, close, getpid, write
+from posix.unistd cimport _exit, close, getpid, read, write
 
 from fastps.native._floats cimport fps_floats, fps_floats_enter
 from fastps.native.atomic cimport (

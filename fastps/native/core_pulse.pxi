@@ -6,7 +6,10 @@
 cdef extern from "<fcntl.h>" nogil:
     enum:
         F_DUPFD_CLOEXEC
+        O_CLOEXEC
+        O_RDONLY
     int fcntl(int, int, ...)
+    int open(const char*, int, ...)
 
 cdef extern from "<poll.h>" nogil:
     enum:
@@ -32,6 +35,10 @@ cdef enum:
     HALF_COOKIE = 16        # the first half asks, the second answers
     NONCE_BYTES = 8         # of a probe; the answer repeats it
     PROBES_AT_ONCE = 16     # answered between two looks at the beats: a flood delays none
+    PROBES_PAUSE_NS = 1_000_000     # after them: a flood takes no processor
+    PATH_BYTES = 64
+
+cdef int64_t STARVED_NS = 10_000_000_000    # beyond its lease, for who gets no processor
 
 cdef struct PulseState:     # owned by the Pulse object; freed after its thread was joined
     int fd                  # our duplicates: the caller may close his, and the number be reused
@@ -46,7 +53,13 @@ cdef struct PulseState:     # owned by the Pulse object; freed after its thread 
     uint64_t cursor         # bytes of the current payload already written
     Completion stop         # done: end
     char cookie[2 * HALF_COOKIE]
+    char peer_stat[PATH_BYTES]  # of the thread that beats to us, if it is on this machine
     char payload[1]         # nbytes of them
+
+cdef struct Heard:          # on the stack of the thread
+    int64_t at_ns           # when the other side was heard, as far as it matters
+    int64_t starved_ns      # how much longer than its lease it was waited for
+    char seen               # what its thread did at the last look
 
 
 cdef PulseState* pulse_create(
@@ -90,24 +103,30 @@ cdef void pulse_free(PulseState* state) noexcept nogil:
 cdef void pulse_main(void* arg) noexcept nogil:
     cdef PulseState* state = <PulseState*>arg
     cdef int64_t beat_at_ns = now_ns()
-    cdef int64_t heard_ns = beat_at_ns
+    cdef Heard heard
     cdef int64_t due_ns
+    memset(&heard, 0, sizeof(heard))
+    heard.at_ns = beat_at_ns
+    raise_priority()
     while not completion_is_done(&state.stop):
         if now_ns() >= beat_at_ns:
             if not pulse_beat(state):
                 return
             # A beat missed while the process was stopped is not made up for.
             beat_at_ns = max(beat_at_ns + state.interval_ns, now_ns())
-        due_ns = beat_at_ns if state.lease_ns == 0 else min(beat_at_ns, heard_ns + state.lease_ns)
-        if not pulse_listen(state, due_ns, &heard_ns):
+        due_ns = beat_at_ns if state.lease_ns == 0 else min(
+            beat_at_ns, heard.at_ns + state.lease_ns
+        )
+        if not pulse_listen(state, due_ns, &heard):
             return
 
 
-cdef bint pulse_listen(PulseState* state, int64_t due_ns, int64_t* heard_ns) noexcept nogil:
+cdef bint pulse_listen(PulseState* state, int64_t due_ns, Heard* heard) noexcept nogil:
     # Wait until due_ns at most; False if the other side has been silent for the lease.
     cdef pollfd polled[3]
     cdef char buffer[256]
     cdef timespec wait = timespec_of(max(due_ns - now_ns(), <int64_t>0))
+    cdef timespec pause = timespec_of(PROBES_PAUSE_NS)
     cdef ssize_t nbytes
     cdef int64_t woken_ns
     memset(polled, 0, sizeof(polled))
@@ -119,21 +138,61 @@ cdef bint pulse_listen(PulseState* state, int64_t due_ns, int64_t* heard_ns) noe
     # Silence is judged by the time before the socket was read. The time in which this thread got
     # no processor, or was stopped, does not count: others may have got none either.
     woken_ns = now_ns()
-    heard_ns[0] = min(heard_ns[0] + max(woken_ns - due_ns, <int64_t>0), woken_ns)
-    if polled[1].revents and pulse_answer(state):
-        heard_ns[0] = woken_ns
+    heard.at_ns = min(heard.at_ns + max(woken_ns - due_ns, <int64_t>0), woken_ns)
+    if polled[1].revents:
+        if pulse_answer(state):
+            pulse_hear(heard, woken_ns)
+        nanosleep(&pause, NULL)
     if state.lease_ns == 0:
         return True
     nbytes = recv(state.fd, buffer, sizeof(buffer), MSG_DONTWAIT)
     if nbytes > 0:
-        heard_ns[0] = woken_ns
+        pulse_hear(heard, woken_ns)
     elif nbytes == 0 or (errno != EAGAIN and errno != EINTR):
         state.lease_ns = 0      # an ended connection says more than silence, on the other one
-    elif woken_ns - heard_ns[0] >= state.lease_ns:
-        fps_store64(&state.silent_ns, woken_ns - heard_ns[0])
+    elif woken_ns - heard.at_ns >= state.lease_ns and pulse_is_starved(state, heard):
+        heard.at_ns += state.interval_ns
+    elif woken_ns - heard.at_ns >= state.lease_ns:
+        fps_store64(&state.silent_ns, woken_ns - heard.at_ns)
         shutdown(state.end_fd, SHUT_RD)
         return False
     return True
+
+
+cdef void pulse_hear(Heard* heard, int64_t at_ns) noexcept nogil:
+    heard.at_ns = at_ns
+    heard.starved_ns = 0
+    heard.seen = 0
+
+
+cdef bint pulse_is_starved(PulseState* state, Heard* heard) noexcept nogil:
+    # Whether the other side waits for a processor or a disk of this machine, and may a while
+    # longer. One that sleeps has got one just now: what it sent is read before the next look.
+    cdef char before = heard.seen
+    heard.seen = thread_state(state.peer_stat)
+    heard.starved_ns += state.interval_ns
+    if heard.starved_ns > STARVED_NS:
+        return False
+    return heard.seen == c"R" or heard.seen == c"D" or (heard.seen == c"S" and before != c"S")
+
+
+cdef char thread_state(const char* path) noexcept nogil:
+    # The kernel's letter for the state of a thread; 0 if it has gone, or is on another machine.
+    cdef char text[512]
+    cdef ssize_t nbytes
+    cdef ssize_t i
+    cdef int fd
+    if path[0] == 0:
+        return 0
+    fd = open(path, O_RDONLY | O_CLOEXEC)
+    if fd < 0:
+        return 0
+    nbytes = read(fd, text, sizeof(text))
+    close(fd)
+    for i in range(nbytes - 3, 0, -1):      # "pid (name) state", where a name has any byte
+        if text[i] == c")":
+            return text[i + 2]
+    return 0
 
 
 cdef bint pulse_answer(PulseState* state) noexcept nogil:
@@ -180,9 +239,11 @@ cdef bint pulse_beat(PulseState* state) noexcept nogil:
             return True
         fps_store32(&state.error, errno)
         return False
-    state.cursor += sent
-    if state.cursor == state.nbytes:
-        state.cursor = 0
+    sent += state.cursor
+    if sent == state.nbytes:
+        sent = 0
+    if sent != state.cursor:    # private memory is not written as long as payloads go whole
+        state.cursor = sent
     return True
 
 
@@ -194,15 +255,17 @@ cdef class Pulse:
 
     lease_s: if the peer sends nothing for so long, end the pulse and let socket end_fd read its
     end; silent_s is set before. answer_fd: a datagram socket whose probes are answered; who knows
-    the first half of the cookie, 32 bytes, gets the second.
+    the first half of the cookie, 32 bytes, gets the second. peer_stat: the kernel's file about the
+    thread of the peer that writes to us; while that waits for a processor, silence is no end.
     """
 
     def __cinit__(
         self, int fd, bytes payload, double interval_s, *, double lease_s=0.0, int end_fd=-1,
-        int answer_fd=-1, bytes cookie=b"",
+        int answer_fd=-1, bytes cookie=b"", bytes peer_stat=b"",
     ):
         cdef const char* content = payload
         cdef const char* secret = cookie
+        cdef const char* path = peer_stat
         if not payload or not 0.0 < interval_s <= MAX_INTERVAL_S:
             raise ValueError(
                 f"a pulse needs a payload and an interval of at most {MAX_INTERVAL_S} s, got "
@@ -217,11 +280,13 @@ cdef class Pulse:
             raise OSError(errno, f"cannot duplicate descriptor {fd}: {strerror(errno).decode()}")
         self.state.lease_ns = <int64_t>(lease_s * NS_PER_S)
         memcpy(self.state.cookie, secret, len(cookie))
+        if len(peer_stat) < PATH_BYTES:
+            memcpy(self.state.peer_stat, path, len(peer_stat))
         for given, place in ((end_fd, 0), (answer_fd, 1)):
             if given >= 0:
                 self.keep(given, place)
         with nogil:
-            self.thread = thread_create(b"pulse", fd, pulse_main, self.state)
+            self.thread = watcher_create(b"pulse", fd, pulse_main, self.state)
         if self.thread == NULL:
             raise error_of(E_SYS, "cannot start a thread; check `ulimit -u`")
 
@@ -297,7 +362,7 @@ cdef struct Beaten:
     int nbytes
     char payload[HALF_COOKIE]
 
-cdef struct BeatsState:     # owned by the Beats object; freed after its thread was joined
+cdef struct BeatsState:     # in shared pages; owned by the Beats object; freed after the join
     pthread_mutex_t mutex   # guards all, n, room; held over sends, none of which waits
     Beaten* all             # in any order
     int n
@@ -314,6 +379,7 @@ cdef void beats_main(void* arg) noexcept nogil:
     cdef BeatsState* state = <BeatsState*>arg
     cdef int64_t next_ns = now_ns()
     cdef int i
+    raise_priority()
     while True:
         pthread_mutex_lock(&state.mutex)
         for i in range(state.n):
@@ -333,25 +399,29 @@ cdef class Beats:
     def __cinit__(self, double interval_s):
         if not 0.0 < interval_s <= MAX_INTERVAL_S:
             raise ValueError(f"an interval of at most {MAX_INTERVAL_S} s is needed: {interval_s}")
-        self.state = <BeatsState*>calloc(1, sizeof(BeatsState))
+        self.state = <BeatsState*>shared_pages(sizeof(BeatsState))
         if self.state == NULL:
             raise MemoryError
         pthread_mutex_init(&self.state.mutex, NULL)
         self.state.interval_ns = <int64_t>(interval_s * NS_PER_S)
         completion_reset(&self.state.stop, 1)
         with nogil:
-            self.thread = thread_create(b"beats", 0, beats_main, self.state)
+            self.thread = watcher_create(b"beats", 0, beats_main, self.state)
         if self.thread == NULL:
             raise error_of(E_SYS, "cannot start a thread; check `ulimit -u`")
 
     def __dealloc__(self):
         if self.state != NULL and self.end(deadline_of(JOIN_TIMEOUT_S)) == OK:
             free(self.state.all)
-            free(self.state)
+            free_shared_pages(self.state, sizeof(BeatsState))
+
+    cdef bint is_forked(self) noexcept nogil:
+        # A child has a copy of the object, but the parent's state.
+        return self.thread != NULL and self.thread.generation != fps_load32(&fork_generation)
 
     cdef int end(self, int64_t deadline_ns) noexcept nogil:
         cdef int i
-        if self.thread == NULL:
+        if self.thread == NULL or self.is_forked():
             return OK
         if not completion_is_done(&self.state.stop):
             completion_part_done(&self.state.stop, OK)
@@ -369,8 +439,10 @@ cdef class Beats:
         Returns a number for remove(). payload: 1 to 16 bytes.
         """
         cdef Beaten one
-        cdef Beaten* grown
+        cdef bint has_room
         cdef const char* content = payload
+        if self.is_forked():
+            raise FastPSError("the beats belong to the parent of this process")
         if not 0 < len(payload) <= HALF_COOKIE:
             raise ValueError(f"a beat has 1 to {HALF_COOKIE} bytes, got {len(payload)}")
         one.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)
@@ -379,25 +451,35 @@ cdef class Beats:
         one.nbytes = len(payload)
         memcpy(one.payload, content, one.nbytes)
         beaten_send(&one)
-        with nogil:
+        with nogil:     # also to unlock: a thread that has to wait for the GIL would hold up beats
             pthread_mutex_lock(&self.state.mutex)
-        if self.state.n == self.state.room:
-            grown = <Beaten*>realloc(
-                self.state.all, (2 * self.state.room + 16) * sizeof(Beaten)
-            )
-            if grown == NULL:
-                pthread_mutex_unlock(&self.state.mutex)
-                close(one.fd)
-                raise MemoryError
-            self.state.all, self.state.room = grown, 2 * self.state.room + 16
-        self.state.all[self.state.n] = one
-        self.state.n += 1
-        pthread_mutex_unlock(&self.state.mutex)
+            has_room = self.make_room()
+            if has_room:
+                self.state.all[self.state.n] = one
+                self.state.n += 1
+            pthread_mutex_unlock(&self.state.mutex)
+        if not has_room:
+            close(one.fd)
+            raise MemoryError
         return one.fd
+
+    cdef bint make_room(self) noexcept nogil:
+        # Under the mutex; False if there is no memory.
+        cdef int room = 2 * self.state.room + 16
+        cdef Beaten* grown
+        if self.state.n < self.state.room:
+            return True
+        grown = <Beaten*>realloc(self.state.all, room * sizeof(Beaten))
+        if grown == NULL:
+            return False
+        self.state.all, self.state.room = grown, room
+        return True
 
     def remove(self, int number) -> None:
         """Beat no more on the socket that add() returned this number for."""
         cdef int i
+        if self.is_forked():
+            return
         with nogil:
             pthread_mutex_lock(&self.state.mutex)
             for i in range(self.state.n):

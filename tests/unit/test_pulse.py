@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import errno
 import select
+import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -273,3 +277,90 @@ def test_a_collected_pulse_warns_and_ends(pair):
     with pytest.warns(ResourceWarning, match="without stop"):
         _core.Pulse(pair[0].fileno(), PAYLOAD, 3600.0)
     assert faces.threads_alive() == before
+
+
+def test_no_beat_needs_memory_that_a_fork_protects(pair):
+    """A fork stops who writes to private memory, for a second where a process has 100 GB."""
+    ours, theirs = pair
+    before = count_shared_stacks()
+    pulse = _core.Pulse(ours.fileno(), PAYLOAD, 0.01)
+    read_beats(theirs, 2)
+    beats = _core.Beats(0.01)
+    assert count_shared_stacks() == before + 2
+    pulse.stop()
+    beats.stop()
+    assert count_shared_stacks() == before
+
+
+def count_shared_stacks() -> int:
+    """Count the shared mappings of 1 MB that this process has."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
+        found += (end - begin) // (1 << 20) if "rw-s" in line else 0
+    return found
+
+
+def test_a_thread_that_waits_for_the_gil_holds_up_no_beats(pair):
+    ours, theirs = pair
+    theirs.setblocking(False)
+    others = socket.socketpair()
+    beats = _core.Beats(0.01)
+    beats.add(ours.fileno(), b"b")
+    is_over = False
+
+    def add_and_remove() -> None:
+        while not is_over:
+            beats.remove(beats.add(others[0].fileno(), b"b"))
+            while select.select([others[1]], [], [], 0)[0]:
+                others[1].recv(4096)
+
+    thread = threading.Thread(target=add_and_remove)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        for _ in range(20):
+            time.sleep(0)  # the other thread runs until it gives up the GIL
+            while select.select([theirs], [], [], 0)[0]:
+                theirs.recv(4096)
+            deadline = time.monotonic() + 10
+            while not is_readable(theirs):  # without a break for other threads of Python
+                assert time.monotonic() < deadline
+    finally:
+        is_over = True
+        sys.setswitchinterval(interval)
+        thread.join()
+        beats.stop()
+        others[0].close()
+        others[1].close()
+
+
+def is_readable(sock: socket.socket) -> bool:
+    """Tell whether there is something to read, without giving up the GIL for long."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize(("is_stopped", "is_patient"), [(False, True), (True, False)])
+def test_a_peer_that_waits_for_a_processor_is_not_given_up(
+    pair, other_pair, is_stopped, is_patient
+):
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        if is_stopped:
+            busy.send_signal(signal.SIGSTOP)
+        pulse = _core.Pulse(
+            pair[0].fileno(), PAYLOAD, 0.05, lease_s=0.2, end_fd=other_pair[0].fileno(),
+            peer_stat=f"/proc/{busy.pid}/stat".encode(),
+        )  # fmt: skip
+        assert is_patient != bool(
+            select.select([other_pair[0]], [], [], 1.0 if is_patient else 30)[0]
+        )
+        assert bool(pulse.silent_s) != is_patient
+        pulse.stop()
+    finally:
+        busy.kill()
+        busy.wait()
