@@ -35,6 +35,8 @@ class Peer:
     leave_request: Leave | None = None  # of a worker that has left and only serves the others
     leave_deadline: float = 0.0
     inquest: Inquest | None = None  # while others are asked whether it lives
+    seen: str = ""  # what its silent thread did when the scheduler last looked
+    starved_until: float = 0.0  # when its silence counts, though it only waits for a processor
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     ended: str = ""  # how, if its connection has ended and its launcher may know more
     ended_until: float = 0.0  # when that counts

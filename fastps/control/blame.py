@@ -9,7 +9,8 @@ and the server carry it out.
 
 A member is dead when its connection has ended, when its launcher says so, or when it was silent
 for its lease and others confirm that (`Inquest`). In a job of four members or more the scheduler
-asks up to five others, which send the silent one a probe; its pulse thread answers. The first two
+asks up to five others shortly before the lease ends; they send the silent one a probe, which its
+pulse thread answers. The first two
 equal answers decide. Two that reach it: it lives, only its path to the scheduler is cut, and its
 lease begins anew. Two that do not reach it: it is dead. If the time is up before, it is dead too:
 the others may be silent for the same reason. In a smaller job two others cannot be asked apart
@@ -147,8 +148,8 @@ class Suspicions:
 
 
 def confirm_s(lease_s: float) -> float:
-    """Return how long others are asked about a silent member."""
-    return min(MAX_CONFIRM_S, lease_s / 5)
+    """Return how long others are asked about a silent member, before its lease ends."""
+    return min(MAX_CONFIRM_S, lease_s / 3)
 
 
 class Inquest:

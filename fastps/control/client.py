@@ -39,6 +39,7 @@ from fastps.config import Config
 from fastps.control.blame import pulse_s, unheard_text
 from fastps.control.dial import dial, dial_control, token_of
 from fastps.control.identity import host_id, machine_name
+from fastps.control.local_thread import BEATS, stat_of
 from fastps.control.probe import PULSE_PAYLOAD, listen_for_probes, probe
 from fastps.control.protocol import (
     LENGTH,
@@ -504,7 +505,7 @@ class ControlClient:
     def _join(self, message: Join, deadline: float) -> None:
         timeout_s = self._config.handshake_timeout_s
         joined = self._ask(message, Joined, what="joining the job", timeout_s=timeout_s)
-        self._start_pulse(joined.member, deadline)
+        self._start_pulse(joined, deadline)
         remaining_s = max(deadline - time.monotonic(), 0.0)
         wait = AwaitStart(next(self._numbers), remaining_s)
         self._ask(wait, Started, what="the start of the job", timeout_s=remaining_s)
@@ -518,12 +519,14 @@ class ControlClient:
         else:
             self.keys = make_keys(self._token, job_id, job.me, job.members[job.me].machine)
 
-    def _start_pulse(self, member: int, deadline: float) -> None:
+    def _start_pulse(self, joined: Joined, deadline: float) -> None:
+        is_here = joined.host_id == host_id()
+        beats = stat_of(joined.pid, BEATS) if is_here else None
         with dial(
             self._config,
             self._token.key(CONTROL, self._config.job_id),
             purpose=Purpose.PULSE,
-            sender=member,
+            sender=joined.member,
             deadline=deadline,
         ) as sock:  # the pulse has its own copy of the descriptor
             sock.settimeout(None)
@@ -531,6 +534,7 @@ class ControlClient:
                 sock.fileno(), PULSE_PAYLOAD, pulse_s(self._config),
                 lease_s=self._config.lease_s, end_fd=self._sock.fileno(),
                 answer_fd=self._probes.fileno(), cookie=self._cookie,
+                peer_stat=os.fsencode(beats or ""),
             )  # fmt: skip
 
     def _stop_pulse(self) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -111,6 +111,7 @@ NO_NEWCOMERS = (
 )
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
+STARVED_S = 10.0  # beyond its lease, for a process of this machine that gets no processor
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
@@ -160,18 +161,25 @@ class Membership:
     """The members of one job, their collectives and declarations."""
 
     def __init__(
-        self, config: Config, *, now: float, machines: Mapping[Place, str] | None = None,
+        self,
+        config: Config,
+        *,
+        now: float,
+        machines: Mapping[Place, str] | None = None,
+        state_of: Callable[[Join], str] = lambda _: "",
         replay: Sequence[ViewRecord] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Open the first lobby; machines: of future members, as far as a launcher knows them.
 
-        replay: views of another job, which this one makes again.
+        state_of: returns the state of the thread that sends a member's heartbeats, if its process
+        can be seen from here. replay: views of another job, which this one makes again.
         """
         self.phase = Phase.LOBBY
         self.generation = 1
         self.has_been_tried = self.has_begun = False  # by a worker; by all of them, ever
         self.first_cause: PeerLost | None = None
         self._config = config
+        self._state_of = state_of
         self._peers: dict[int, Peer] = {}
         self._patience_s = patience_s(config.lease_s)
         self._suspicions = Suspicions(self._patience_s, has_validators=config.num_validators > 0)
@@ -254,6 +262,7 @@ class Membership:
             return False
         member.lease_until = now + self._config.lease_s
         member.inquest = None
+        member.seen, member.starved_until = "", 0.0
         return True
 
     def probes_of(self, peer: int) -> tuple[str, int, bytes] | None:
@@ -309,7 +318,7 @@ class Membership:
         """Handle everything that is due; to be called at next_deadline()."""
         self._drop_ended(now)
         for member in list(self._peers.values()):
-            if member.lease_until <= now:
+            if self._judged_at(member) <= now:
                 self._judge_silence(member, now)
         for suspicion in self._suspicions.due(now):
             text = f"{suspicion.text}; {self._life_text(suspicion.suspect, now)}"
@@ -334,10 +343,7 @@ class Membership:
 
     def next_deadline(self) -> float | None:
         """Return the time of the next tick, None when nothing can become due."""
-        times = [
-            member.lease_until if member.inquest is None else member.inquest.until
-            for member in self._peers.values()
-        ]
+        times = [self._judged_at(member) for member in self._peers.values()]
         times += [member.ended_until for member in self._ended()[:1]]
         times += self._suspicions.deadlines()
         times += [
@@ -854,14 +860,24 @@ class Membership:
         if was_stopped and self.phase is Phase.RUNNING and not self._goes_on:
             text = stopped_text(slept_s, member.full_name)
             self._fail_job(PeerLost("scheduler", 0, self._config.scheduler_host, 0, text))
+            self._dismiss([item for item in self._leaving() if item is not member])
         self._drop(member.peer, deaf_text(message.seconds), now)
 
+    def _judged_at(self, member: Peer) -> float:
+        """Return when others are asked about a silent member, or when their answers count."""
+        if member.inquest is None:
+            return member.lease_until - confirm_s(self._config.lease_s)
+        return max(member.lease_until, member.inquest.until)
+
     def _judge_silence(self, member: Peer, now: float) -> None:
-        """Ask others about a member that was silent for its lease, or take their answers."""
+        """Ask others about a silent member before its lease ends, or take their answers."""
         if member.inquest is None:
             member.inquest = self._begin_inquest(member, now)
-        is_alive = None if member.inquest is None else member.inquest.is_alive(now)
-        if member.inquest is None or is_alive is False:
+        is_alive = member.inquest.is_alive(now)
+        if is_alive is False and member.lease_until <= now:
+            if self._is_starved(member, now):
+                member.lease_until = now + pulse_s(self._config)
+                return
             self._drop(member.peer, self._silence_text(member, now), now)
         elif is_alive:
             log.log(
@@ -872,8 +888,19 @@ class Membership:
             member.inquest, member.is_cut = None, True
             member.lease_until = now + self._config.lease_s
 
-    def _begin_inquest(self, member: Peer, now: float) -> Inquest | None:
-        """Ask others whether they reach a silent member; None: nobody can be asked."""
+    def _is_starved(self, member: Peer, now: float) -> bool:
+        """Return whether a silent process waits for a processor or a disk, and may a while longer.
+
+        If its thread sleeps, it has got one just now, and what it sent is read before the next
+        look.
+        """
+        before, member.seen = member.seen, self._state_of(member.join)
+        member.starved_until = member.starved_until or now + STARVED_S
+        waits = member.seen in ("R", "D") or (member.seen == "S" and before != "S")
+        return waits and now < member.starved_until
+
+    def _begin_inquest(self, member: Peer, now: float) -> Inquest:
+        """Ask others whether they reach a silent member, if there are any to ask."""
         heard = [
             item for item in self._peers.values()
             if item is not member and self._silent_s(item, now) < self._config.lease_s / 2
@@ -884,7 +911,7 @@ class Membership:
             or len(heard) < VOTES
             or not member.join.cookie
         ):
-            return None
+            return Inquest([], now)
         heard.sort(key=lambda item: item.join.hostname == member.join.hostname)
         join, seconds = member.join, confirm_s(self._config.lease_s)
         question = Confirm(member.peer, join.probe_host, join.probe_port, join.cookie, seconds)

@@ -519,10 +519,15 @@ ToScheduler: TypeAlias = (
 
 
 class Joined(_Message, frozen=True):
-    """The member has joined; `member`: its sender number for the pulse connection."""
+    """The member has joined; `member`: its sender number for the pulse connection.
+
+    pid, host_id: of the scheduler, as the members say theirs in Join.
+    """
 
     request: Id
     member: Sender
+    pid: Id = 0
+    host_id: Text = ""
 
 
 class Started(_Message, frozen=True):

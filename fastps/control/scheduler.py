@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import signal
 import socket
@@ -27,6 +28,8 @@ from msgspec.structs import replace
 from fastps._core import Beats
 from fastps.config import Config
 from fastps.control.blame import pulse_s
+from fastps.control.identity import host_id
+from fastps.control.local_thread import PULSE, state_of
 from fastps.control.membership import Action, Close, Finish, Membership, Note, Phase, Send
 from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (
@@ -38,6 +41,7 @@ from fastps.control.protocol import (
     Done,
     Failed,
     Join,
+    Joined,
     Malformed,
     PeerLost,
     Started,
@@ -102,7 +106,11 @@ class Scheduler:
         self._config = config
         # changed on the loop's thread alone, read by others
         self.membership = Membership(
-            config, now=time.monotonic(), machines=machines, replay=_views_to_replay(config)
+            config,
+            now=time.monotonic(),
+            machines=machines,
+            state_of=_state_of,
+            replay=_views_to_replay(config),
         )
         self._on_ready = on_ready
         self._on_change = on_change
@@ -119,6 +127,7 @@ class Scheduler:
         self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at = 0.0  # when this process looks at its own clock again
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
 
     def numbers(self) -> dict[str, float]:
@@ -170,6 +179,7 @@ class Scheduler:
         )
         try:
             self._gate.open()
+            self._look_at = self._loop.time() + self._config.lease_s / LOOKS_IN_LEASE
             self.address = listeners[0].getsockname()[:2]
             self._set_timer()
             log.info("scheduler listens on %s", sockets.join_address(*self.address))
@@ -406,8 +416,13 @@ class Scheduler:
                 log.error("FASTPS_VIEW_LOG=%s lacks a view: %s", self._config.view_log, error)
 
     def _sealed(self, action: Send) -> ToMember:
-        """Return the message, with sealed keys for a member that cannot make them itself."""
+        """Return the message, with what the scheduler alone knows: who it is, and sealed keys.
+
+        Keys are for a member that cannot make them itself.
+        """
         message, own = action.message, self._tokens[action.peer]
+        if isinstance(message, Joined):
+            return replace(message, pid=os.getpid(), host_id=host_id())
         if not (isinstance(message, Started) and own.is_own):
             return message
         job = message.job
@@ -447,15 +462,17 @@ class Scheduler:
             self._timer.cancel()
             self._timer = None
         due = self.membership.next_deadline()
-        if due is not None:
-            due = min(due, self._loop.time() + self._config.lease_s / LOOKS_IN_LEASE)
-            self._timer = self._loop.call_at(due, self._tick, due)
+        # What comes first after a pause may not move the look that shows the pause.
+        due = self._look_at if due is None else min(due, self._look_at)
+        self._timer = self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:
         """Judge silences of now only after the pulses that have arrived by now were read."""
         now = self._loop.time()
+        self._look_at = now + self._config.lease_s / LOOKS_IN_LEASE
         if now - due > OVERSLEPT * self._config.lease_s:
-            log.warning("the scheduler itself was stopped for %.1f s", now - due)
+            level = logging.WARNING if now - due > self._config.lease_s else logging.INFO
+            log.log(level, "the scheduler itself was stopped for %.1f s", now - due)
             self._do(self.membership.slept(now, now - due))
         else:
             self.membership.delayed(now - due)
@@ -499,6 +516,11 @@ def _views_to_replay(config: Config) -> list[ViewRecord]:
             "many, with FASTPS_ELASTIC_MIN (fastps-run --min)"
         )
     return records
+
+
+def _state_of(join: Join) -> str:
+    """Return what the thread of a member's heartbeats does, empty on another machine."""
+    return state_of(join.pid, PULSE) if join.host_id == host_id() else ""
 
 
 def _job_token(config: Config) -> Token:

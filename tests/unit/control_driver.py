@@ -34,6 +34,7 @@ def make_config(**settings: object) -> Config:
         "token": "0123456789abcdef",
         "job_id": "job",
         "start_watch_s": 0.0,
+        "lease_s": 10.0,
     }
     return load(defaults | settings, {})
 
@@ -62,7 +63,11 @@ class Driver:
     ) -> None:
         self.config = make_config(**settings)
         self.now = 1000.0
-        self.machine = Membership(self.config, now=self.now, machines=machines, replay=views)
+        self.states: dict[int, str] = {}  # of the threads that send heartbeats, by process
+        self.machine = Membership(
+            self.config, now=self.now, machines=machines, replay=views,
+            state_of=lambda join: self.states.get(join.pid, ""),
+        )  # fmt: skip
         self.sent: dict[int, list[ToMember]] = {}
         self.closed: set[int] = set()
         self.finish: Finish | None = None

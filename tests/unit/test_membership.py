@@ -437,13 +437,13 @@ class TestSilence:
         return driver, workers
 
     def silence(self, driver: Driver, *silent: int) -> None:
-        """Let only the others beat until the lease has ended."""
+        """Let only the others beat until they are asked, half a second before the lease ends."""
         driver.keep_alive()
         driver.advance(9)
         for peer, _, _ in driver.machine.members():
             if peer not in silent:
                 driver.machine.pulse(peer, driver.now)
-        driver.advance(1)
+        driver.advance(0.5)
 
     def test_two_that_reach_it_keep_it_alive(self) -> None:
         driver, workers = self.started()
@@ -458,7 +458,7 @@ class TestSilence:
         assert driver.machine.first_cause is None
         for peer in workers[:3]:
             driver.machine.pulse(peer, driver.now)
-        driver.advance(3)  # it is still silent: they are asked again
+        driver.advance(2.9)  # it is still silent: they are asked again
         assert len(driver.events(workers[0], Confirm)) == 2
         driver.machine.pulse(workers[3], driver.now)
         driver.advance(0.6)
@@ -471,9 +471,9 @@ class TestSilence:
         driver.say(workers[1], Confirmed(workers[3], 5))
         for peer in (workers[0], workers[2])[:answers]:
             driver.say(peer, Confirmed(workers[3], None))
-        if answers < 2:
-            assert driver.machine.first_cause is None
-            driver.advance(0.5)
+        driver.advance(0.4)
+        assert driver.machine.first_cause is None
+        driver.advance(0.1)  # the lease ends
         lost = lost_of(driver, workers[0])
         assert lost.rank == 3
         assert "silent for longer than its lease of 10 s" in lost.cause
@@ -482,6 +482,8 @@ class TestSilence:
     def test_a_small_job_asks_nobody(self) -> None:
         driver, workers = self.started(3)
         self.silence(driver, workers[2])
+        assert driver.machine.first_cause is None
+        driver.advance(0.5)
         assert lost_of(driver, workers[0]).rank == 2
 
     def test_a_heartbeat_ends_the_questions(self) -> None:
@@ -501,6 +503,38 @@ class TestSilence:
         assert lost.rank == 3
         assert "machine b does not answer: all 2 members there are silent" in lost.cause
 
+    def test_who_gets_no_processor_is_waited_for(self) -> None:
+        driver = Driver(size=2, num_servers=0, lease_s=1)
+        workers = [driver.enter(pid=11), driver.enter(pid=12)]
+        driver.keep_alive()
+        driver.states[12] = "R"
+
+        def pass_time(seconds: float) -> None:
+            for _ in range(round(seconds / 0.2)):
+                driver.advance(0.2)
+                driver.machine.pulse(workers[0], driver.now)
+
+        pass_time(9.0)
+        assert driver.machine.first_cause is None
+        driver.machine.pulse(workers[1], driver.now)
+        pass_time(9.0)
+        assert driver.machine.first_cause is None  # the time counts anew
+        pass_time(3.0)
+        assert lost_of(driver, workers[0]).rank == 1  # at some time it counts as hanging
+
+    @pytest.mark.parametrize("states", ["T", " ", "SS", "RSS"])
+    def test_who_was_stopped_is_not_waited_for(self, states: str) -> None:
+        driver = Driver(size=2, num_servers=0, lease_s=1.2)
+        workers = [driver.enter(pid=11), driver.enter(pid=12)]
+        driver.keep_alive()
+        driver.advance(1.1)
+        for state in states:
+            driver.states[12] = state.strip()
+            driver.machine.pulse(workers[0], driver.now)
+            assert driver.machine.first_cause is None
+            driver.advance(0.2)
+        assert lost_of(driver, workers[0]).rank == 1
+
 
 class TestUnheard:
     @pytest.mark.parametrize(("slept_s", "role"), [(9.0, "scheduler"), (1.0, "worker")])
@@ -517,6 +551,16 @@ class TestUnheard:
         if role == "worker":
             words = "not heard the scheduler for 10.1 s"
         assert words in lost.cause
+
+    def test_a_worker_that_leaves_is_answered_when_the_scheduler_was_stopped(self) -> None:
+        driver = Driver(size=2, num_servers=0, lease_s=10)
+        driver.is_apart = True
+        workers = [driver.enter(), driver.enter()]
+        asked = driver.leave(workers[0])
+        assert driver.last(workers[0]) != Done(asked)  # it serves until worker 1 leaves too
+        driver.do(driver.machine.slept(driver.now, 9.0))
+        driver.say(workers[1], Unheard(10.1))
+        assert driver.last(workers[0]) == Done(asked)
 
 
 class TestLaunchers:
