@@ -345,9 +345,10 @@ class Config:
         text="How long shutdown() waits for threads and peers.")
     heartbeat_s: float = _set(TIMES, 0.0, unit="seconds", allowed=(0.0, 60.0),
         text="Time between two heartbeats. 0 chooses: a sixth of lease_s, at most 0.5.")
-    lease_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.2, 3600.0),
+    lease_s: float = _set(TIMES, 1.0, unit="seconds", allowed=(0.2, 3600.0),
         text="A process without a heartbeat for this time counts as lost; at least twice "
-             "heartbeat_s.")
+             "heartbeat_s. Raise it where processes are stopped by a debugger, a suspend or the "
+             "like.")
     linger_s: float = _set(TIMES, 10.0, unit="seconds", allowed=(0.0, DAY_S),
         text="How long scheduler and servers stay after the last worker left, for a new init().")
     tcp_user_timeout_s: float = _set(TIMES, 30.0, unit="seconds", allowed=(1.0, 3600.0),

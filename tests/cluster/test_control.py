@@ -386,7 +386,7 @@ class TestDeath:
                 member.client.close()
 
     def test_leaving_waits_for_no_scheduler_that_is_silent(self) -> None:
-        settings = make_settings(size=1, num_servers=0)
+        settings = make_settings(size=1, num_servers=0, lease_s=100)
         with scheduler_process(settings) as (config, process):
             member = Member(config)
             assert member.client.begin_probe()()
