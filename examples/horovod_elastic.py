@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for Elastic Horovod: training continues from its last commit after a worker was lost.
+"""A script for Elastic Horovod: training continues after a worker was lost.
 
 fastps-run -np 2 --restarts 3 python examples/horovod_elastic.py --lose-worker-at 7
+fastps-run -np 3 --min 1 python examples/horovod_elastic.py --lose-worker-at 7
 
-The script generates its data. After a loss the whole job is started again and repeats the steps
-since the last commit. The weights are those of a run without a loss.
+The script generates its data. With --restarts the whole job is started again and repeats the steps
+since the last commit, so the weights are those of a run without a loss. With --min the survivors
+go on in their processes: no step is lost, and they share the data that is left.
 """
 
 import argparse
@@ -34,7 +36,7 @@ args = parser.parse_args()
 def lose_a_worker(state):
     """Kill the last worker, once."""
     is_time = state.epoch == 2 and state.batch == args.lose_worker_at
-    if is_time and not state.lives and hvd.rank() == hvd.size() - 1:
+    if is_time and not state.lives and is_last:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -65,6 +67,7 @@ def on_state_reset():
 
 
 hvd.init()
+is_last = hvd.rank() == hvd.size() - 1
 torch.manual_seed(42)
 generator = torch.Generator().manual_seed(0)
 patterns = torch.randn(10, 64, generator=generator)

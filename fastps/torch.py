@@ -96,6 +96,7 @@ from fastps.frameworks.built_features import (
     nccl_built,
     rocm_built,
 )
+from fastps.frameworks.elastic import HostsUpdatedInterrupt
 from fastps.frameworks.gradient_round import (
     Average,
     Sum,
@@ -249,6 +250,7 @@ __all__ = [
     "Elastic",
     "FastPSError",
     "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "LocalSGD",
     "Max",
     "Min",

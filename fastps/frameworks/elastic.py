@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that continues from its last commit when a job is restarted: Horovod's elastic.
+"""Training that continues when workers are lost: Horovod's elastic.
 
     state = fps.elastic.TorchState(model, optimizer, epoch=0)
 
@@ -11,13 +11,17 @@
 
     train(state)
 
-A lost worker ends the job, and `fastps-run --restarts N` starts all workers again. Rank 0 then
-reads its last commit, all ranks take it over, and train() continues. Programs look as they do for
-Horovod, where the remaining workers continue by themselves (Horovod, "Elastic Horovod").
+Programs look as they do for Horovod ("Elastic Horovod"), and continue in one of two ways:
+
+- By default a lost worker ends the job, and `fastps-run --restarts N` starts all workers again.
+  Rank 0 then reads its last commit, all ranks take it over, and train() continues.
+- In an elastic job (`fastps-run --min N`) the survivors continue in the same processes. Where they
+  cannot finish an operation without the lost worker, run() restores the last commit, and calls
+  train() again. A loss that cost nothing has reset callbacks called by the next commit().
 
 Decides what a commit contains and when it is read. A setting (FASTPS_COMMIT_DIR) decides where it
 is, and each framework how tensors are copied and sent. Threads: the one that trains. All ranks
-call run(), sync() and reset callbacks alike.
+call run(), commit(), check_host_updates(), sync() and reset callbacks alike.
 """
 
 from __future__ import annotations
@@ -33,9 +37,19 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps.errors import ConfigError
+from fastps.errors import ConfigError, ViewChangedError
 from fastps.frameworks import commits
 from fastps.frameworks.array_exchange import broadcast_in_place
+from fastps.frameworks.elastic_views import (
+    Members,
+    News,
+    Parcel,
+    checked_groups,
+    exchange_news,
+    lost_errors,
+    members_of,
+    take_over,
+)
 from fastps.session import current
 from fastps.worker.handle import Array
 
@@ -44,6 +58,18 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _S = TypeVar("_S", bound="State")
 _runs = itertools.count(1)  # numbers of run(); a restarted program has the same ones
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Ends a function of elastic.run, which calls it again with the present values.
+
+    commit() and check_host_updates() raise it in an elastic job where a loss needs that.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        """Note whether all workers have the same values already."""
+        super().__init__("the workers have changed, and elastic.run calls its function again")
+        self.skip_sync = skip_sync
 
 
 class State(ABC):
@@ -61,7 +87,9 @@ class State(ABC):
                 raise ValueError(f"{kind} has a {name!r} of its own: use another name")
         self._callbacks: list[Callable[[], object]] = []
         self._path: Path | None = None
-        self._has_warned = False
+        self._has_warned = self._is_running = False
+        self._number = 0  # of the run
+        self._members: Members = ()  # as of the last agreement, in an elastic job
         self._saved = self._copies()
 
     def __getattr__(self, name: str) -> Any:
@@ -81,7 +109,10 @@ class State(ABC):
             object.__setattr__(self, name, value)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Register functions that all ranks call when training continues after a restart."""
+        """Register functions that all ranks call when training continues after a loss.
+
+        Rank 0's values are taken over after that, so all have the learning rate that it sets.
+        """
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -93,20 +124,44 @@ class State(ABC):
         """Save the current values: in memory, and on rank 0 in the job's directory.
 
         Copies all values, so rare commits cost less. TypeError for a value that cannot be saved.
+        In an elastic job it does check_host_updates() before.
         """
-        self.save()
         self.check_host_updates()
+        self.save()
 
-    def check_host_updates(self) -> None:  # noqa: B027
-        """Do nothing: a job's hosts do not change while it runs. For Horovod's scripts."""
+    def check_host_updates(self) -> None:
+        """Let training follow a loss in an elastic job; does nothing in others.
+
+        After a loss that cost no step, all workers call the reset callbacks, take over rank 0's
+        present values, and go on. HostsUpdatedInterrupt instead, within elastic.run, where the
+        state holds an ElasticSampler, or another worker continues from its last commit: the
+        function begins again. All workers call this together; blocks.
+        """
+        session = current.current()
+        if not session.is_elastic:
+            return
+        self._members = self._members or members_of(session)
+        news = self._exchange_news()
+        if not any(news):
+            return
+        if self._is_running and (news.has_failed or self._samplers()):
+            raise HostsUpdatedInterrupt
+        self._reset_in_views()
+        self.sync()
 
     def save(self) -> None:
-        """Do what commit() does."""
+        """Do what commit() does, without check_host_updates()."""
         self._saved = self._copies()
+        self._store()
+
+    def _store(self) -> None:
+        """Write the last commit to the disk, where there is a place for it."""
         if self._path is not None:
             self._write(self._path, self._saved)
         elif not self._has_warned and current.current().rank == 0:
             self._has_warned = True
+            if current.current().is_elastic:
+                return
             _log.warning(
                 "commits are only in memory, so a restarted job begins anew: set "
                 "FASTPS_COMMIT_DIR to a directory (on one machine fastps-run --restarts N does), "
@@ -119,6 +174,9 @@ class State(ABC):
 
     def sync(self) -> None:
         """Take over rank 0's values; all ranks call this together; blocks."""
+        if current.current().is_elastic:
+            self._sync_in_views()
+            return
         self._saved = self._of_root(self._copies() if current.current().rank == 0 else None)
         self.restore()
 
@@ -137,12 +195,23 @@ class State(ABC):
         """Return rank 0's copies on all ranks; saved: None on other ranks; blocks."""
 
     @abstractmethod
-    def _write(self, path: Path, saved: dict[str, Any]) -> None:
-        """Write copies to a file."""
+    def _take_apart(self, saved: dict[str, Any]) -> Parcel:
+        """Return copies as a plain value, and the bytes of tensors."""
 
     @abstractmethod
+    def _put_together(self, plain: Any, tensors: list[Any]) -> dict[str, Any]:
+        """Undo _take_apart()."""
+
+    @abstractmethod
+    def _room(self, about: Any) -> tuple[Any, memoryview]:
+        """Return an uninitialised tensor by its description, and its bytes."""
+
+    def _write(self, path: Path, saved: dict[str, Any]) -> None:
+        plain, described, tensors = self._take_apart(saved)
+        commits.write(path, plain, described or (), tensors)
+
     def _read(self, path: Path) -> dict[str, Any]:
-        """Return the copies of a file."""
+        return self._put_together(*commits.read(path, self._room))
 
     # ---- starts and restarts ----
 
@@ -155,23 +224,129 @@ class State(ABC):
 
     def _begin(self, number: int) -> None:
         """Continue from the commit of the run of that number, or begin."""
-        now = current.current()
-        is_root, folder = now.rank == 0, now.config.commit_dir
-        if is_root and folder:
-            self._path = _place(folder, number)
-        is_there = self._path is not None and commits.exists(self._path)
+        self._number, now = number, current.current()
+        if now.is_elastic:
+            if self._sync_in_views(is_first=True):
+                self._reset_in_views()
+                self.sync()
+            return
+        is_there = self._is_there()
         was_there = now.broadcast_object(is_there, 0, "elastic")
         if was_there and self._path is not None:
-            saved = self._read(self._path)
-            if saved.keys() != self._values.keys():
-                raise ConfigError(
-                    f"{self._path} holds {sorted(saved)}, this program {sorted(self._values)}, so "
-                    "another program wrote it: set FASTPS_COMMIT_DIR to an empty directory"
-                )
-            self._put_all(saved)
+            self._load(self._path)
         if was_there:
             self.on_reset()
         self.sync()
+
+    def _is_there(self) -> bool:
+        """Find the place of commits, on rank 0; return whether there is one."""
+        now = current.current()
+        if now.rank == 0 and now.config.commit_dir:
+            self._path = _place(now.config.commit_dir, self._number)
+        return self._path is not None and commits.exists(self._path)
+
+    def _load(self, path: Path) -> None:
+        """Take the values of the last commit on the disk."""
+        saved = self._read(path)
+        if saved.keys() != self._values.keys():
+            raise ConfigError(
+                f"{path} holds {sorted(saved)}, this program {sorted(self._values)}, so "
+                "another program wrote it: set FASTPS_COMMIT_DIR to an empty directory"
+            )
+        self._put_all(saved)
+
+    # ---- losses in an elastic job ----
+
+    def _samplers(self) -> list[Any]:
+        """Return the values that distribute indices over the workers."""
+        return [one for one in self._values.values() if hasattr(one, "distribute_over")]
+
+    def _exchange_news(self, *, has_failed: bool = False) -> News:
+        session = current.current()
+        return exchange_news(session, News(has_failed, members_of(session) != self._members))
+
+    def _sync_in_views(self, *, is_first: bool = False) -> bool:
+        """Take over the values of the first worker that is left.
+
+        is_first: those of a commit on the disk, if there is one; returns whether there was.
+        """
+        session = current.current()
+        for sampler in self._samplers():
+            sampler.merge_recorded()
+
+        def offer() -> Parcel:
+            is_there = self._number > 0 and self._is_there() and is_first
+            if is_there and self._path is not None:
+                self._load(self._path)
+            members = members_of(session)
+            for sampler in self._samplers():
+                sampler.settle(members)
+            plain, described, tensors = self._take_apart(self._copies())
+            return Parcel((list(members), is_there, plain), described, tensors)
+
+        told, tensors = take_over(session, offer, self._room)
+        members: list[str] = told[0]
+        is_there: bool = told[1]
+        is_changed = bool(self._members) and self._members != tuple(members)
+        self._members = tuple(members)
+        for sampler in self._samplers():
+            sampler.distribute_over(self._members)
+        self._saved = self._put_together(told[2], tensors)
+        self.restore()
+        if is_changed and self._path is not None:
+            self._store()
+        return is_there
+
+    def _reset_in_views(self) -> None:
+        """Call the reset callbacks, all of them again if a loss ends an operation of one."""
+        while True:
+            self._members = members_of(current.current())  # callbacks may use all operations
+            try:
+                self.on_reset()
+            except lost_errors() as error:
+                _log.info("calling the reset callbacks again: %s", error)
+            else:
+                return
+
+    def _recover(self) -> None:
+        """Continue from the last commit of rank 0, after an operation that a loss has ended."""
+        self.restore()
+        self._exchange_news(has_failed=True)
+
+    def _call_in_views(self, train: Callable[[], _R]) -> _R:
+        """Return what a function returns, which is called again after each loss that ends it."""
+        session, errors = current.current(), lost_errors()
+
+        def is_stale() -> bool:
+            return members_of(session) != self._members
+
+        def check() -> None:
+            if is_stale():
+                raise ViewChangedError(
+                    "a worker was lost since the last commit(), and others may have failed in "
+                    "this operation; elastic.run continues from the last commit"
+                )
+
+        while True:
+            skip_sync = False
+            try:
+                with checked_groups(check):
+                    result = train()
+                if not self._exchange_news().has_failed:
+                    return result
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            except errors as error:
+                _log.info("continuing from the last commit: %s", error)
+                self._recover()
+            except ValueError as error:  # a process set of an earlier view
+                if not is_stale():
+                    raise
+                _log.info("continuing from the last commit: %s", error)
+                self._recover()
+            self._reset_in_views()
+            if not skip_sync:
+                self.sync()
 
 
 def run(train: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P], _R]:
@@ -179,6 +354,11 @@ def run(train: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P
 
     All ranks call the function. After a restart of the job rank 0 loads its last commit. All ranks
     then call the reset callbacks, and take over rank 0's values.
+
+    In an elastic job the function is called again in the same processes: after a
+    ViewChangedError, which an operation raises that cannot go on without a lost worker, with the
+    last commit; after a HostsUpdatedInterrupt with the present values. All survivors call the
+    reset callbacks before, and take over rank 0's values.
     """
 
     @functools.wraps(train)
@@ -189,9 +369,27 @@ def run(train: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P
                 f"TensorFlowKerasState, TensorFlowState) first, not {type(state).__name__}"
             )
         state._begin(next(_runs))
-        return train(state, *args, **options)
+        call = functools.partial(train, state, *args, **options)
+        state._is_running = True
+        try:
+            if current.current().is_elastic:
+                return state._call_in_views(call)
+            return _called(state, call)
+        finally:
+            state._is_running = False
 
     return begin
+
+
+def _called(state: State, train: Callable[[], _R]) -> _R:
+    """Return what a function returns, which is called again when the program asks for that."""
+    while True:
+        try:
+            return train()
+        except HostsUpdatedInterrupt as interrupt:
+            state.on_reset()
+            if not interrupt.skip_sync:
+                state.sync()
 
 
 class _Kept(NamedTuple):
@@ -244,13 +442,15 @@ class ArrayState(State):
         broadcast_in_place(arrays, names, 0)
         return _together(plain, arrays)
 
-    def _write(self, path: Path, saved: dict[str, Any]) -> None:
+    def _take_apart(self, saved: dict[str, Any]) -> Parcel:
         plain, arrays = _apart(saved)
-        described = [_described(one) for one in arrays]
-        commits.write(path, plain, described, map(_bytes_of, arrays))
+        return Parcel(plain, [_described(one) for one in arrays], list(map(_bytes_of, arrays)))
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        return _together(*commits.read(path, _room))
+    def _put_together(self, plain: Any, tensors: list[Any]) -> dict[str, Any]:
+        return _together(plain, tensors)
+
+    def _room(self, about: Any) -> tuple[Array, memoryview]:
+        return _room(about)
 
 
 def _apart(saved: dict[str, Any]) -> tuple[dict[str, Any], list[Array]]:

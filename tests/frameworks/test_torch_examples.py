@@ -66,6 +66,19 @@ def test_a_worker_that_is_lost_changes_no_weight() -> None:
 
 
 @pytest.mark.timeout(240)
+def test_survivors_of_an_elastic_job_share_the_data_that_is_left() -> None:
+    words = ("--lose-worker-at", "7", "--batch-size", "16")
+    said = run("horovod_elastic", *words, launch=("-np", "3", "--min", "1"))
+    assert re.findall(r"epoch (\d): .* before: (\d)", said) == [
+        ("1", "0"),
+        ("2", "1"),
+        ("3", "1"),
+    ]
+    losses = [float(one) for one in re.findall(r"loss ([\d.]+)", said)]
+    assert losses[2] < losses[1] < losses[0], said
+
+
+@pytest.mark.timeout(240)
 def test_synthetic_benchmark() -> None:
     assert re.search(
         r"Total img/sec on 2 CPU\(s\): [\d.]+ \+-", run("horovod_synthetic_benchmark")

@@ -71,8 +71,9 @@ KNOWN = {
     "broadcast_optimizer_state": "optimizer root_rank model",
     "SyncBatchNorm": "num_features eps momentum affine track_running_stats process_set",
 }
-NAMES = """Adasum Average Compression HorovodInternalError Max Min ProcessSet Product Sum ccl_built
-cross_rank cross_size cuda_built ddl_built global_process_set gloo_built gloo_enabled
+NAMES = """Adasum Average Compression HorovodInternalError HostsUpdatedInterrupt Max Min ProcessSet
+Product Sum ccl_built cross_rank cross_size
+cuda_built ddl_built global_process_set gloo_built gloo_enabled
 is_homogeneous is_initialized local_rank local_size mpi_built mpi_enabled mpi_threads_supported
 nccl_built rank rocm_built shutdown size stop_timeline"""
 

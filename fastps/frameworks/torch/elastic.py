@@ -7,19 +7,15 @@ States and how training resumes: `fastps.frameworks.elastic`. Threads: the one t
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterator, Sequence, Sized
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from fastps.frameworks.elastic import State, run
+from fastps.frameworks.elastic import HostsUpdatedInterrupt, State, run
+from fastps.frameworks.elastic_views import Parcel
 from fastps.frameworks.torch import commits
+from fastps.frameworks.torch.elastic_sampler import ElasticSampler
 from fastps.frameworks.torch.ops.broadcast import broadcast_object
-from fastps.session import current
 
-__all__ = ["ElasticSampler", "TorchState", "run"]
+__all__ = ["ElasticSampler", "HostsUpdatedInterrupt", "State", "TorchState", "run"]
 
 
 class TorchState(State):
@@ -48,64 +44,14 @@ class TorchState(State):
         found: dict[str, Any] = broadcast_object(saved, 0, "elastic state")
         return found
 
-    def _write(self, path: Path, saved: dict[str, Any]) -> None:
-        commits.write(path, saved)
+    def _take_apart(self, saved: dict[str, Any]) -> Parcel:
+        return commits.take_apart(saved)
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        return commits.read(path)
+    def _put_together(self, plain: Any, tensors: list[Any]) -> dict[str, Any]:
+        return commits.put_together(plain, tensors)
 
-
-class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Distribute a dataset's indices over ranks, without those used before a commit.
-
-    As DistributedSampler: each epoch has its own order, the same on all ranks, and is padded with
-    indices from its beginning so that all ranks get as many. Put it into a TorchState. A job that
-    resumes with as many workers gives each the indices that it would have got.
-    """
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        """Take a dataset of constant length; seed: of the orders, the same on all ranks."""
-        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, none of whose indices is used; call it when the last one has ended."""
-        self.load_state_dict({"epoch": epoch, "processed_num": 0})
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Note that each rank has used a batch of this size; batch_idx does not matter."""
-        self.processed_num += batch_size * current.current().size
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the epoch, and the number of its indices that all ranks have used."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume within an epoch, and distribute its unused indices."""
-        self.epoch, self.processed_num = state["epoch"], state["processed_num"]
-        self.reset()
-
-    def reset(self) -> None:
-        """Distribute the indices that are not used yet."""
-        self._n_used = min(self.processed_num, len(self.dataset))
-
-    def __len__(self) -> int:
-        """Return the number of indices of this rank since the last reset()."""
-        return -(-(len(self.dataset) - self._n_used) // current.current().size)
-
-    def __iter__(self) -> Iterator[int]:
-        """Return this rank's indices."""
-        now, order = current.current(), self._order()
-        shared = itertools.chain(order[self._n_used :], itertools.cycle(order))
-        return itertools.islice(shared, now.rank, len(self) * now.size, now.size)
-
-    def _order(self) -> Sequence[int]:
-        """Return all indices in this epoch's order."""
-        if not self.shuffle:
-            return range(len(self.dataset))
-        chance = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(len(self.dataset), generator=chance).tolist()
-        return order
+    def _room(self, about: Any) -> tuple[Any, memoryview]:
+        return commits.room(about)
 
 
 def _has_state(value: Any) -> bool:

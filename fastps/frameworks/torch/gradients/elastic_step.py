@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
+from fastps.frameworks.elastic_views import history_of
 from fastps.frameworks.torch.gradients.buckets import (
     Bucket,
     FlatBucket,
@@ -121,6 +122,7 @@ class ElasticStep(GradientExchange):
         if process_set is not global_process_set:
             current.check_not_elastic("process_set=", "leave it out")
         super().__init__(**options)
+        self._history = history_of(current.current())
 
     def wait(self) -> None:
         """Wait for the whole step, and write the results; raise its first error."""
@@ -137,6 +139,7 @@ class ElasticStep(GradientExchange):
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.close()
+            self._history.add_step(scope)
 
     def _start_one(self, index: int) -> None:
         self._start([index])
