@@ -47,7 +47,7 @@ from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from libc.math cimport isnan
 from libc.signal cimport SIGKILL, SIGSTOP
 from libc.stdint cimport (
-    INT64_MAX, UINT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t,
+    INT64_MAX, UINT64_MAX, int32_t, int64_t, uint32_t, uint64_t, uintptr_t,
 )
 from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free, realloc
@@ -66,6 +66,7 @@ from fastps.native.atomic cimport (
     fps_store64, fps_swap32,
 )
 from fastps.native.copy cimport fps_copy
+from fastps.native.crc cimport fps_crc_portable, fps_crc_short
 from fastps.native.futex cimport FPS_ALL, FPS_ANYBODY, FPS_OWN, fps_relax, fps_sleep, fps_wake
 from fastps.native.posix cimport (
     EFD_CLOEXEC, EFD_NONBLOCK, MSG_DONTWAIT, MSG_NOSIGNAL, MSG_TRUNC, SHUT_RD, eventfd,

@@ -20,49 +20,10 @@ cdef extern from * nogil:
     #define fastps_count(i, d) ((void)0)
     #define fastps_counted(i) ((int64_t)0)
     #endif
-
-    /* CRC-32C (Castagnoli, RFC 3720 appendix B.4): reflected polynomial 0x82f63b78. */
-    static uint32_t fastps_crc_table[256];
-    static int fastps_crc_ready;
-
-    static void fastps_crc_fill(void) {
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t crc = i;
-            for (int bit = 0; bit < 8; bit++) crc = (crc >> 1) ^ (0x82f63b78u & (0u - (crc & 1)));
-            fastps_crc_table[i] = crc;     /* racing threads write the same values */
-        }
-        __atomic_store_n(&fastps_crc_ready, 1, __ATOMIC_RELEASE);
-    }
-
-    static uint32_t fastps_crc_portable(const uint8_t *data, uint64_t nbytes) {
-        if (!__atomic_load_n(&fastps_crc_ready, __ATOMIC_ACQUIRE)) fastps_crc_fill();
-        uint32_t crc = ~0u;
-        while (nbytes--) crc = fastps_crc_table[(crc ^ *data++) & 255] ^ (crc >> 8);
-        return ~crc;
-    }
-
-    #if defined(__x86_64__)
-    __attribute__((target("sse4.2")))
-    static uint32_t fastps_crc_sse42(const uint8_t *data, uint64_t nbytes) {
-        uint64_t crc = ~0u, word;
-        for (; nbytes >= 8; nbytes -= 8, data += 8) {
-            memcpy(&word, data, 8);
-            crc = __builtin_ia32_crc32di(crc, word);
-        }
-        while (nbytes--) crc = __builtin_ia32_crc32qi((uint32_t)crc, *data++);
-        return ~(uint32_t)crc;
-    }
-    #define fastps_crc(p, n) (__builtin_cpu_supports("sse4.2") \\
-        ? fastps_crc_sse42((p), (n)) : fastps_crc_portable((p), (n)))
-    #else
-    #define fastps_crc(p, n) fastps_crc_portable((p), (n))
-    #endif
     """
     bint unlikely(bint)         # for the compiler; a macro of Cython
     void count "fastps_count"(int, int)
     int64_t counted "fastps_counted"(int)
-    uint32_t crc_fastest "fastps_crc"(const uint8_t*, uint64_t)
-    uint32_t crc_plain "fastps_crc_portable"(const uint8_t*, uint64_t)
     enum:
         FASTPS_DEBUG
         COUNT_COMPLETIONS   # reset with parts and not done
@@ -106,11 +67,11 @@ cdef inline timespec timespec_of(int64_t time_ns) noexcept nogil:
 
 
 cdef uint32_t crc32c(const void* data, uint64_t nbytes) noexcept nogil:
-    return crc_fastest(<const uint8_t*>data, nbytes)
+    return fps_crc_short(0, data, nbytes)
 
 
 cdef uint32_t crc32c_portable(const void* data, uint64_t nbytes) noexcept nogil:
-    return crc_plain(<const uint8_t*>data, nbytes)
+    return fps_crc_portable(0, data, nbytes)
 
 
 # ---- completion ----

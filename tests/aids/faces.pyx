@@ -24,6 +24,7 @@ from fastps._core cimport (
     queue_push, queue_stats, rule_fn, thread_create, thread_join,
 )
 from fastps.native.copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
+from fastps.native.crc cimport fps_crc, fps_crc_portable
 from fastps.native.posix cimport syscall
 from fastps.reduce._partition cimport Coder, code_sum
 
@@ -355,6 +356,20 @@ def crc32c(data: bytes | bytearray | memoryview) -> int:
 def portable_crc32c(data: bytes | bytearray | memoryview) -> int:
     """Return the same checksum without the processor's instruction."""
     return crc_of(data, crc32c_portable)
+
+
+def crc32c_of_payload(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """Return the CRC-32C of contiguous bytes behind others, whose CRC is `before`."""
+    cdef uint64_t nbytes
+    cdef const char* start = bytes_of(data, &nbytes, False)
+    return fps_crc(<uint32_t>before, start, nbytes)
+
+
+def portable_crc32c_of_payload(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """Return the same without the processor's instruction."""
+    cdef uint64_t nbytes
+    cdef const char* start = bytes_of(data, &nbytes, False)
+    return fps_crc_portable(<uint32_t>before, start, nbytes)
 
 
 cdef uint32_t crc_of(

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32C: published vectors, and both implementations against a bitwise one."""
+"""CRC-32C: published vectors, and all implementations against a bitwise one.
+
+For payloads there is one with three chains: blocks of 3 x 1024 bytes, then of 3 x 128, then words.
+"""
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aids import faces
+from aids.fenced import Fenced
 
 # RFC 3720 appendix B.4, and the check value of the Rocksoft model.
 VECTORS = [
@@ -32,7 +38,15 @@ def crc_by_bits(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
-@pytest.mark.parametrize("function", [faces.crc32c, faces.portable_crc32c])
+@pytest.mark.parametrize(
+    "function",
+    [
+        faces.crc32c,
+        faces.portable_crc32c,
+        faces.crc32c_of_payload,
+        faces.portable_crc32c_of_payload,
+    ],
+)
 @pytest.mark.parametrize(("data", "expected"), VECTORS)
 def test_known_vectors(function, data, expected):
     assert function(data) == expected
@@ -42,6 +56,51 @@ def test_known_vectors(function, data, expected):
 def test_any_bytes_at_any_alignment(data, offset):
     shifted = memoryview(bytes(offset) + data)[offset:]
     assert faces.crc32c(shifted) == faces.portable_crc32c(shifted) == crc_by_bits(data)
+
+
+# ---- payloads ----
+
+BLOCK = 3 * 1024  # of three chains
+SOME = random.Random(1).randbytes(4 * BLOCK + 64)
+
+
+@pytest.mark.parametrize("offset", range(9))
+def test_payloads_of_all_lengths_at_all_alignments(offset):
+    """Each length up to past the second large block, and those around the following ones."""
+    lengths = [*range(2 * BLOCK + 400), *range(3 * BLOCK - 9, 3 * BLOCK + 9), 4 * BLOCK + 50]
+    data = memoryview(SOME)[offset:]
+    expected, before = faces.portable_crc32c_of_payload(b""), 0
+    for length in lengths:
+        expected = faces.portable_crc32c_of_payload(data[before:length], expected)
+        before = length
+        assert faces.crc32c_of_payload(data[:length]) == expected, length
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 4 * BLOCK), max_size=5))
+def test_payloads_in_pieces(head, cuts):
+    data = head + SOME[len(head) :]
+    places = [0, *sorted(cuts), len(data)]
+    crc = 0
+    for begin, end in itertools.pairwise(places):
+        crc = faces.crc32c_of_payload(data[begin:end], crc)
+    assert crc == faces.crc32c_of_payload(data) == faces.portable_crc32c(data)
+
+
+@given(st.integers(1, 4 * BLOCK), st.data())
+def test_each_change_of_one_bit_is_seen(length, data):
+    place = data.draw(st.integers(0, length - 1))
+    changed = bytearray(SOME[:length])
+    changed[place] ^= 1 << data.draw(st.integers(0, 7))
+    assert faces.crc32c_of_payload(changed) != faces.crc32c_of_payload(SOME[:length])
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_nothing_beyond_a_payload_is_read(is_last):
+    room = Fenced(4 * BLOCK)
+    for length in [*range(200), *range(370, 400), BLOCK - 1, BLOCK, BLOCK + 7, 4 * BLOCK]:
+        array = room.array(length, is_last=is_last)
+        array[:] = 7
+        assert faces.crc32c_of_payload(array) == faces.portable_crc32c(array)
 
 
 def test_long_data():
