@@ -3,8 +3,8 @@
 
 Mutual challenge-response with HMAC-SHA256, four messages of fixed size:
 
-    client -> server  hello      magic, version, purpose, 0, sender, lane, client nonce
-    server -> client  challenge  magic, version, status, 0, server nonce, server proof
+    client -> server  hello      magic, version, purpose, options, sender, lane, client nonce
+    server -> client  challenge  magic, version, status, options, server nonce, server proof
     client -> server  proof      client proof
     server -> client  accept     magic, version, status, 0
 
@@ -12,9 +12,11 @@ server proof = HMAC(key, "server" || hello || challenge without its proof)
 client proof = HMAC(key, "client" || hello || whole challenge)
 
 Both proofs cover both nonces and all messages so far, so none can be replayed, used for another
-purpose, sender or lane, or reflected. Decides which connections are accepted; never touches a
-socket or a clock: callers move the bytes and bound the time. An object serves one connection, on
-one thread. The handshake does not encrypt or authenticate what follows on the connection.
+purpose, sender or lane, or reflected. An option is a bit that either side may set: the union holds
+for the connection, and since the proofs cover both bytes, nobody between them can clear one.
+Decides which connections are accepted; never touches a socket or a clock: callers move the bytes
+and bound the time. An object serves one connection, on one thread. The handshake does not encrypt
+or authenticate what follows on the connection.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ Result = TypeVar("Result")
 Steps: TypeAlias = Generator[tuple[bytes, int], bytes, Result]
 
 MAGIC = b"FPSH"
-PROTOCOL_VERSION = 2  # the same as in transport/frame.pxd; a test compares them
+PROTOCOL_VERSION = 3  # the same as in transport/frame.pxd; a test compares them
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 
-_HELLO = struct.Struct("<4sHBxII16s")
-_CHALLENGE = struct.Struct("<4sHBx16s32s")
+_HELLO = struct.Struct("<4sHBBII16s")
+_CHALLENGE = struct.Struct("<4sHBB16s32s")
 _ACCEPT = struct.Struct("<4sHBx")
 HELLO_BYTES = _HELLO.size
 CHALLENGE_BYTES = _CHALLENGE.size
@@ -62,6 +64,13 @@ class Purpose(enum.IntEnum):
     DATA = 3
     MEMORY = 4
     PEER = 5
+
+
+class Option(enum.IntFlag):
+    """What holds for a connection if either side wants it."""
+
+    NONE = 0
+    CHECK_PAYLOADS = 1  # frames carry a checksum of their payloads
 
 
 class Status(enum.IntEnum):
@@ -101,7 +110,10 @@ def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
 
 
 class ClientHandshake:
-    """Lead the connecting side through one handshake: `hello`, `answer`, `finish`, or `steps`."""
+    """Lead the connecting side through one handshake: `hello`, `answer`, `finish`, or `steps`.
+
+    options: those that this side wants; after `answer`, those that hold.
+    """
 
     def __init__(
         self,
@@ -110,11 +122,14 @@ class ClientHandshake:
         purpose: Purpose | int,
         sender: int,
         lane: int = 0,
+        options: Option = Option.NONE,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._key = key
+        self.options = options
+        nonce = random_bytes(NONCE_BYTES)
         self._hello = _HELLO.pack(
-            MAGIC, PROTOCOL_VERSION, Purpose(purpose), sender, lane, random_bytes(NONCE_BYTES)
+            MAGIC, PROTOCOL_VERSION, Purpose(purpose), options, sender, lane, nonce
         )
         self._step = "hello"
 
@@ -131,12 +146,13 @@ class ClientHandshake:
         """
         self._step = _advance(self._step, "answer", "finish")
         _check_length(challenge, CHALLENGE_BYTES, "challenge")
-        magic, version, status, _, proof = _CHALLENGE.unpack(challenge)
+        magic, version, status, options, _, proof = _CHALLENGE.unpack(challenge)
         _check_head(magic, version)
         _check_status(status)
         expected = _prove(self._key, b"server", self._hello, challenge[:-PROOF_BYTES])
         if not hmac.compare_digest(proof, expected):
             raise AuthError(f"the peer does not know the job token; {_TOKEN_ADVICE}")
+        self.options |= Option(options)
         return _prove(self._key, b"client", self._hello, challenge)
 
     def finish(self, accept: bytes) -> None:
@@ -160,8 +176,9 @@ class ServerHandshake:
     `key` is the key of all clients, or a function that returns the claim of each. `purposes` are
     those that this port serves. After an error `refusal` holds the bytes to send before closing;
     it is empty where the client does not look like fastps, so that a port scanner learns nothing.
-    `purpose`, `sender` and `lane` are proven only after `accept`; from then on `refusal` tells a
-    client that knows the token that there is no place for its connection.
+    `purpose`, `sender`, `lane` and `options`, which are those of both sides then, are proven only
+    after `accept`; from then on `refusal` tells a client that knows the token that there is no
+    place for its connection.
     """
 
     def __init__(
@@ -169,9 +186,11 @@ class ServerHandshake:
         key: bytes | ClaimOf,
         *,
         purposes: Collection[Purpose] = tuple(Purpose),
+        options: Option = Option.NONE,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._key = key
+        self.options = options
         self._claim = Claim(b"")
         self._purposes = purposes
         self._random_bytes = random_bytes
@@ -189,11 +208,11 @@ class ServerHandshake:
         """
         self._step = _advance(self._step, "challenge", "accept")
         _check_length(hello, HELLO_BYTES, "hello")
-        magic, version, purpose, sender, lane, _ = _HELLO.unpack(hello)
+        magic, version, purpose, options, sender, lane, _ = _HELLO.unpack(hello)
         if magic == MAGIC and version != PROTOCOL_VERSION:
             self.refusal = _challenge_refusal(Status.WRONG_VERSION)
         _check_head(magic, version)
-        if purpose not in self._purposes or hello[7] != 0:
+        if purpose not in self._purposes:
             self.refusal = _challenge_refusal(Status.WRONG_PURPOSE)
             raise ProtocolError(
                 f"a connection for purpose {purpose} is not served on this port; check its host "
@@ -211,7 +230,9 @@ class ServerHandshake:
             self._claim = claim
         self.refusal = b""
         nonce = self._random_bytes(NONCE_BYTES)
-        head = _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, Status.OK, nonce, b"")[:-PROOF_BYTES]
+        own = _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, Status.OK, self.options, nonce, b"")
+        head = own[:-PROOF_BYTES]
+        self.options |= Option(options)
         challenge = head + _prove(self._claim.key, b"server", hello, head)
         self._expected = _prove(self._claim.key, b"client", hello, challenge)
         return challenge
@@ -243,7 +264,7 @@ def _prove(key: bytes, direction: bytes, hello: bytes, rest: bytes) -> bytes:
 
 
 def _challenge_refusal(status: Status) -> bytes:
-    return _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, status, b"", b"")
+    return _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, status, 0, b"", b"")
 
 
 def _advance(step: str, expected: str, following: str) -> str:

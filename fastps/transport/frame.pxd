@@ -22,7 +22,7 @@ cdef packed struct Header:
 cdef enum:
     KEY_BITS = 16           # of a key: the index of the partition
     MAGIC = 0x31535046      # b"FPS1"
-    PROTOCOL_VERSION = 2
+    PROTOCOL_VERSION = 3
     HEADER_BYTES = 48
 
 cdef enum FrameKind:

@@ -20,7 +20,14 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias
 
 from fastps.errors import AuthError, FastPSError, ProtocolError
-from fastps.security.handshake import ClaimOf, NoPlaceError, Purpose, ServerHandshake, Steps
+from fastps.security.handshake import (
+    ClaimOf,
+    NoPlaceError,
+    Option,
+    Purpose,
+    ServerHandshake,
+    Steps,
+)
 from fastps.transport import sockets
 from fastps.transport.half_open import HalfOpen
 
@@ -44,7 +51,10 @@ _KINDS = (
 
 
 class HandshakeGate:
-    """Accept on bound sockets, TCP or Unix; timeout_s is until on_authenticated has returned."""
+    """Accept on bound sockets, TCP or Unix; timeout_s is until on_authenticated has returned.
+
+    options_of: those that this side wants for a connection.
+    """
 
     def __init__(
         self,
@@ -54,6 +64,7 @@ class HandshakeGate:
         purposes: Collection[Purpose],
         timeout_s: float,
         on_authenticated: OnAuthenticated,
+        options_of: Callable[[socket.socket], Option] = lambda _: Option.NONE,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._listeners = list(listeners)
@@ -61,6 +72,7 @@ class HandshakeGate:
         self._purposes = purposes
         self._timeout_s = timeout_s
         self._on_authenticated = on_authenticated
+        self._options_of = options_of
         self.half_open: HalfOpen[asyncio.Task[None]] = HalfOpen()
         self._tasks: set[asyncio.Task[None]] = set()
         self._rest: asyncio.TimerHandle | None = None  # while no connection is accepted
@@ -157,7 +169,8 @@ class HandshakeGate:
     # ---- one connection ----
 
     async def _receive(self, sock: socket.socket, peer: str) -> None:
-        handshake = ServerHandshake(self._key, purposes=self._purposes)
+        options = self._options_of(sock)
+        handshake = ServerHandshake(self._key, purposes=self._purposes, options=options)
         task = asyncio.current_task()
         assert task is not None
         try:

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAGIC = 0x31535046  # b"FPS1"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 # One letter of `struct` per field, in the order of the C struct.
 HEADER_FIELDS = {

@@ -19,6 +19,7 @@ from fastps.security import handshake
 from fastps.security.handshake import (
     Claim,
     ClientHandshake,
+    Option,
     Purpose,
     ServerHandshake,
     Status,
@@ -53,6 +54,23 @@ def test_right_key_is_accepted(key, purpose, sender, lane):
     server = ServerHandshake(key)
     talk(ClientHandshake(key, purpose=purpose, sender=sender, lane=lane), server)
     assert (server.purpose, server.sender, server.lane) == (purpose, sender, lane)
+
+
+@pytest.mark.parametrize("ours", [Option.NONE, Option.CHECK_PAYLOADS])
+@pytest.mark.parametrize("theirs", [Option.NONE, Option.CHECK_PAYLOADS])
+def test_an_option_holds_if_either_side_wants_it(ours, theirs):
+    client, server = make_client(options=ours), ServerHandshake(KEY, options=theirs)
+    talk(client, server)
+    assert client.options == server.options == ours | theirs
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_nobody_on_the_way_clears_an_option(step):
+    """It is byte 7 of the hello and of the challenge; both proofs cover it."""
+    options = Option.CHECK_PAYLOADS
+    client, server = make_client(options=options), ServerHandshake(KEY, options=options)
+    with pytest.raises(AuthError):
+        talk(client, server, lambda i, data: data[:7] + b"\0" + data[8:] if i == step else data)
 
 
 def test_steps_of_both_sides_fit_each_other():
@@ -110,7 +128,7 @@ def test_sizes_are_fixed():
 
 def test_layout_of_the_hello():
     hello = make_client(sender=7, lane=2, random_bytes=lambda n: b"n" * n).hello()
-    assert hello == b"FPSH" + struct.pack("<HBBII", 2, 3, 0, 7, 2) + b"n" * 16
+    assert hello == b"FPSH" + struct.pack("<HBBII", 3, 3, 0, 7, 2) + b"n" * 16
 
 
 def test_proofs_by_hand():
@@ -118,7 +136,7 @@ def test_proofs_by_hand():
     hello = make_client(random_bytes=lambda n: b"c" * n).hello()
     server = ServerHandshake(KEY, random_bytes=lambda n: b"s" * n)
     challenge = server.challenge(hello)
-    head = b"FPSH" + struct.pack("<HBB", 2, 0, 0) + b"s" * 16
+    head = b"FPSH" + struct.pack("<HBB", 3, 0, 0) + b"s" * 16
     proof = hmac.new(KEY, b"server" + hello + head, hashlib.sha256).digest()
     assert challenge == head + proof
     server.accept(hmac.new(KEY, b"client" + hello + challenge, hashlib.sha256).digest())
@@ -231,7 +249,7 @@ def test_another_version_is_refused_by_name(step):
     def older(index: int, data: bytes) -> bytes:
         return data[:4] + struct.pack("<H", 1) + data[6:] if index == step else data
 
-    with pytest.raises(ProtocolError, match="version 1, this process 2"):
+    with pytest.raises(ProtocolError, match="version 1, this process 3"):
         talk(make_client(), ServerHandshake(KEY), older)
 
 
