@@ -48,8 +48,9 @@ from fastps.transport import rdma
 from fastps.transport.listener import NotYet
 from fastps.transport.peer_links import PeerLinks
 from fastps.transport.sockets import watch_closely
-from fastps.transport.tcp import unpack_lane
+from fastps.transport.tcp import Connection, unpack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.tcp.damage import Damage, damage_text
 from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic, traffic
 from fastps.types import DType
@@ -97,7 +98,7 @@ class DataPlane:
         self._ending = threading.Event()
         self._forgetting: deque[tuple[ForgetKeys, float]] = deque()  # requests and deadlines
         self._has_warned = False
-        self._names: dict[int, str] = {}  # of tensors under rules, by id
+        self._names: dict[int, str] = {}  # of tensors, by id
         self._residual_coders: dict[int, dict[int, Coder]] = {}  # by id and index
         self._blamed: set[int] = set()
         self._logged_missed: dict[int, int] = {}  # rounds a worker had missed when last logged
@@ -151,14 +152,20 @@ class DataPlane:
 
     # ---- links ----
 
-    def _admit(self, descriptor: int, sender: int, packed_lane: int) -> None:
+    def _admit(self, connection: Connection, sender: int, packed_lane: int) -> None:
         generation, lane = unpack_lane(packed_lane)
         if generation != self._job.generation & 0xFFFFFF:
             raise NotYet
         if lane & rdma.RDMA_LANE:
-            self._admit_by_rdma(descriptor, sender, lane & ~rdma.RDMA_LANE)
+            self._admit_by_rdma(connection.descriptor, sender, lane & ~rdma.RDMA_LANE)
         else:
-            self._transport.adopt(descriptor, self.store, peer=sender, lane=lane)
+            self._transport.adopt(
+                connection.descriptor,
+                self.store,
+                peer=sender,
+                lane=lane,
+                is_checked=connection.is_checked,
+            )
         log.debug("worker %d is connected, lane %d", sender, lane)
 
     def _admit_by_rdma(self, descriptor: int, sender: int, lane: int) -> None:
@@ -203,13 +210,24 @@ class DataPlane:
 
     def _report(self, job: Job, member: int, status: int) -> None:
         failure = "" if self._rdma is None else self._rdma.failure_of(member)
-        trouble = f"RDMA: {failure}" if failure else self._progress.trouble_of(member)
+        trouble = f"RDMA: {failure}" if failure else self._damage_from(member)
+        trouble = trouble or self._progress.trouble_of(member)
         with contextlib.suppress(FastPSError):
             if failure and self._rdma is not None and self._rdma.has_trouble:
                 self._client.report_lost(job.me, failure, generation=job.generation)
             else:
                 cause = cause_of_link(self.name, Status(status), trouble)
                 self._client.report_lost(member, cause, generation=job.generation)
+
+    def _damage_from(self, member: int) -> str:
+        """Return what arrived damaged from a member, which is logged; empty if nothing did."""
+        found = self._transport.damage_of(member)
+        if found is None:
+            return ""
+        text = damage_text(Damage(*found), self._names.get)
+        sender = self._job.members[member]
+        log.error("%s ends its link to %s %d: %s", self.name, sender.role, sender.rank, text)
+        return text
 
     def look_at_links(self) -> None:
         """Check that links make progress; on the control thread, every few seconds."""
@@ -277,6 +295,7 @@ class DataPlane:
     def _declare(self, spec: KeySpec) -> None:
         """Make room for our partitions; compile their kernels before the first push."""
         layout = spec.layout
+        self._names[spec.tensor_id] = spec.name
         if self.recorder is not None:
             self.recorder.name_tensor(spec.tensor_id, spec.name)
         if layout.rule.has_meaning():
@@ -315,7 +334,6 @@ class DataPlane:
             for index, nbytes in self._owned(spec)
         }  # fmt: skip
         looks = {one.look for one in rules.values()}.pop() if rules else 0
-        self._names[spec.tensor_id] = spec.name
         self._make_entries(
             spec, self._roster_apart(),
             {index: one.coder.wire_bytes for index, one in rules.items() if one.coder is not None},
@@ -469,6 +487,7 @@ class DataPlane:
             old.close(timeout_s=self._config.shutdown_timeout_s)
         self._rosters.clear()
         self._job = job  # last: now its workers are let in
+        self._transport.forget_damages()
         if self._rdma is not None:
             self._rdma.forget_failures()
 

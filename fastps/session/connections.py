@@ -54,6 +54,7 @@ from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, shm, sockets
 from fastps.transport.peer_links import PeerLinks
 from fastps.transport.tcp import choose_chunk
+from fastps.transport.tcp.damage import damage_text
 from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic
 from fastps.types import DType
@@ -149,6 +150,7 @@ class Connections:
         self._server: DataPlane | None = None
         self._links: Links | None = None
         self._progress = Progress()
+        self._names: dict[int, str] = {}  # of tensors, by id
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
         self.node: PeerLinks | None = None
@@ -328,6 +330,7 @@ class Connections:
         """Make the records of a tensor, in the pieces that the scheduler chose."""
         if self.recorder is not None:
             self.recorder.name_tensor(answer.tensor_id, spec.name)
+        self._names[answer.tensor_id] = spec.name
         partitions = []
         offset = 0
         for nbytes, owner in answer.pieces:
@@ -425,6 +428,7 @@ class Connections:
         if broken is None or broken[1] < 0:
             return Failure(tensor, kind, said, culprit if is_told else None)
         trouble = "" if self._links is None else self._links.failure_of(broken[1])
+        trouble = trouble or self._damage_from(broken[1])
         trouble = trouble or self._progress.trouble_of(broken[1])
         trouble = trouble or self.exchange.trouble_of(broken[1])
         return Failure(
@@ -437,6 +441,14 @@ class Connections:
             f" ({trouble})" if trouble else "",
             is_ours=self._links is not None and self._links.has_trouble,
         )
+
+    def _damage_from(self, member: int) -> str:
+        """Return what arrived damaged from a member; empty if nothing did."""
+        for links in (self._links, self.node):
+            damage = None if links is None else links.damage_of(member)
+            if damage is not None:
+                return damage_text(damage, self._names.get)
+        return ""
 
     def look_at_links(self, now: float) -> None:
         """See whether links make progress; on the control thread, every few seconds."""

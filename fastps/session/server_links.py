@@ -20,8 +20,9 @@ from fastps.errors import TransportError
 from fastps.transport import rdma
 from fastps.transport._link import InprocTransport
 from fastps.transport.rdma import Capability
-from fastps.transport.tcp import REMOTE_CREDIT_BYTES, choose_credit, dial, pack_lane
+from fastps.transport.tcp import REMOTE_CREDIT_BYTES, Connection, choose_credit, dial, pack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.tcp.damage import Damage
 from fastps.transport.traffic import Traffic, traffic
 from fastps.worker._engine import WorkerEngine
 
@@ -101,18 +102,19 @@ class Links:
         member = self._job.members[owner]
         is_near = self._config.unix_sockets and member.host_id == self._host_id
         self._sockets.add("Unix sockets" if is_near and member.unix else "TCP")
-        descriptor = self._dial(owner, lane, unix=member.unix if is_near else "")
-        credit_bytes = choose_credit(descriptor, self._config)
+        connection = self._dial(owner, lane, unix=member.unix if is_near else "")
+        credit_bytes = choose_credit(connection.descriptor, self._config)
         self._tcp.adopt(
-            descriptor,
+            connection.descriptor,
             self._engine,
             peer=owner,
             lane=lane,
             credit_bytes=credit_bytes,
             follows=not self._config.credit_bytes and credit_bytes == REMOTE_CREDIT_BYTES,
+            is_checked=connection.is_checked,
         )
 
-    def _dial(self, owner: int, lane: int, *, unix: str = "") -> int:
+    def _dial(self, owner: int, lane: int, *, unix: str = "") -> Connection:
         member = self._job.members[owner]
         return dial(
             (member.host, member.port),
@@ -155,7 +157,7 @@ class Links:
 
     def _begin_link(self, owner: int, lane: int) -> Opening:
         assert self._rdma is not None
-        descriptor = self._dial(owner, lane | rdma.RDMA_LANE)
+        descriptor = self._dial(owner, lane | rdma.RDMA_LANE).descriptor
         return rdma.begin_link(
             self._rdma, descriptor, self._engine, self._config, peer=owner, lane=lane
         )
@@ -197,6 +199,11 @@ class Links:
     def failure_of(self, owner: int) -> str:
         """Return what broke on a link by RDMA; empty if nothing did."""
         return "" if self._rdma is None else self._rdma.failure_of(owner)
+
+    def damage_of(self, owner: int) -> Damage | None:
+        """Return the last frame of an owner that failed its check; see TcpTransport."""
+        found = None if self._tcp is None else self._tcp.damage_of(owner)
+        return found and Damage(*found)
 
     def unacknowledged(self) -> list[tuple[int, int, int, int]]:
         """List the links that send again and again; see TcpTransport."""

@@ -17,14 +17,14 @@ from fastps.config import Config
 from fastps.security.handshake import ClaimOf, Purpose, ServerHandshake
 from fastps.transport import sockets
 from fastps.transport.handshake_gate import GateThread, HandshakeGate
-from fastps.transport.tcp import prefer_same_host, tune
+from fastps.transport.tcp import Connection, choose_options, prefer_same_host, tune
 
 ADMIT_RETRY_S = 0.005  # interval at which a connection that came too early is offered again
 
 
-# Gets descriptor, sender and packed lane of a connection. May return a function, which is called
-# when the other side has been told that it was accepted.
-Admit: TypeAlias = Callable[[int, int, int], Callable[[], None] | None]
+# Gets a connection, its sender and packed lane. May return a function, which is called when the
+# other side has been told that it was accepted.
+Admit: TypeAlias = Callable[[Connection, int, int], Callable[[], None] | None]
 
 
 class NotYet(Exception):
@@ -34,7 +34,7 @@ class NotYet(Exception):
 class Listener(GateThread):
     """Accept data connections on bound sockets; hand authenticated ones to admit, by purpose.
 
-    An Admit owns the descriptor once it is called, unless it raises NotYet; it runs on the
+    An Admit owns the connection once it is called, unless it raises NotYet; it runs on the
     listener's thread. start() begins, close() joins the thread.
     """
 
@@ -59,6 +59,7 @@ class Listener(GateThread):
                 purposes=tuple(admit),
                 timeout_s=timeout_s,
                 on_authenticated=self._hand_over,
+                options_of=lambda sock: choose_options(sock, config),
             )
         )
 
@@ -67,14 +68,14 @@ class Listener(GateThread):
     ) -> None:
         tune(sock, self._config)
         while True:
-            descriptor = os.dup(sock.fileno())
+            connection = Connection(os.dup(sock.fileno()), handshake.options)
             try:
                 finish = self._admit[Purpose(handshake.purpose)](
-                    descriptor, handshake.sender, handshake.lane
+                    connection, handshake.sender, handshake.lane
                 )
                 break
             except NotYet:
-                os.close(descriptor)
+                os.close(connection.descriptor)
             await asyncio.sleep(ADMIT_RETRY_S)
         # Accept only now, when the owner knows the sender. Nothing else is written before: a store
         # has no results for a worker that has not pushed, and peers get the link in finish().

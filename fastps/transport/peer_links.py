@@ -35,8 +35,9 @@ from fastps.transport import rdma
 from fastps.transport._link import LinkOwner
 from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
-from fastps.transport.tcp import choose_credit, dial, pack_lane, unpack_lane
+from fastps.transport.tcp import Connection, choose_credit, dial, pack_lane, unpack_lane
 from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.tcp.damage import Damage
 from fastps.transport.traffic import Traffic, traffic
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class PeerLinks:
             self._table = PeerTable(me)
             self._openings.clear()
             self._by_tcp.clear()
+            if self._tcp is not None:
+                self._tcp.forget_damages()
 
     def serve(self, admit: Admit) -> None:
         """Pass connections to the store of this process to admit; the default refuses them."""
@@ -202,8 +205,10 @@ class PeerLinks:
             return None
         return Claim(self._key_of(sender), f"member {sender}")
 
-    def _take_data(self, descriptor: int, sender: int, lane: int) -> Callable[[], None] | None:
-        return self._admit_data(descriptor, sender, lane)
+    def _take_data(
+        self, connection: Connection, sender: int, lane: int
+    ) -> Callable[[], None] | None:
+        return self._admit_data(connection, sender, lane)
 
     # ---- peers ----
 
@@ -260,7 +265,7 @@ class PeerLinks:
 
     def _make(self, peer: int) -> None:
         try:
-            descriptor, is_rdma = self._dial(self._places[peer], peer)
+            connection, is_rdma = self._dial(self._places[peer], peer)
         except BaseException as error:
             with self._changed:
                 if isinstance(error, FastPSError) and self._table.refused(peer):
@@ -271,9 +276,9 @@ class PeerLinks:
             raise
         with self._changed:
             if self._over is None and self._table.dialled(peer):
-                self._adopt(descriptor, peer, is_rdma=is_rdma, greets_first=True)
+                self._adopt(connection, peer, is_rdma=is_rdma, greets_first=True)
                 return
-            os.close(descriptor)
+            os.close(connection.descriptor)
             self._check_open(peer)  # else the peer's connection is the link
 
     def _wait_open(self, peer: int, cause: FastPSError | None = None) -> None:
@@ -319,11 +324,11 @@ class PeerLinks:
 
     # ---- dialling ----
 
-    def _dial(self, member: _Place, peer: int) -> tuple[int, bool]:
+    def _dial(self, member: _Place, peer: int) -> tuple[Connection, bool]:
         """Return a connection that the member accepted, and whether RDMA is set up over it."""
         is_rdma = peer not in self._by_tcp and self._takes_rdma(member)
         is_near = self._config.unix_sockets and member.host_id == self._places[self._me].host_id
-        descriptor = dial(
+        connection = dial(
             (member.host, member.port),
             self._config,
             key=self._key_of(peer),
@@ -333,7 +338,7 @@ class PeerLinks:
             what=self._name(peer),
             unix=member.unix if is_near and not is_rdma else "",
         )
-        return descriptor, is_rdma
+        return connection, is_rdma
 
     def _takes_rdma(self, member: _Place) -> bool:
         own = self._places[self._me].host_id
@@ -344,11 +349,11 @@ class PeerLinks:
 
     # ---- accepting ----
 
-    def admit(self, descriptor: int, sender: int, packed_lane: int) -> Callable[[], None]:
+    def admit(self, connection: Connection, sender: int, packed_lane: int) -> Callable[[], None]:
         """Select a connection of another member; return the function that makes it the link.
 
         Call that function once the other side knows, because from then on frames may follow. Owns
-        the descriptor, except when it raises NotYet. Raises ProtocolError for a connection that
+        the connection, except when it raises NotYet. Raises ProtocolError for a connection that
         cannot be the link.
         """
         generation, lane = unpack_lane(packed_lane)
@@ -364,12 +369,12 @@ class PeerLinks:
             with self._changed:
                 self._table.admit(sender)
         except FastPSError:
-            os.close(descriptor)
+            os.close(connection.descriptor)
             raise
 
         def finish() -> None:
             with self._changed:
-                self._adopt(descriptor, sender, is_rdma=is_rdma, greets_first=False)
+                self._adopt(connection, sender, is_rdma=is_rdma, greets_first=False)
 
         return finish
 
@@ -388,13 +393,20 @@ class PeerLinks:
         except TransportError:
             self._fall_back(peer, opening)
 
-    def _adopt(self, descriptor: int, peer: int, *, is_rdma: bool, greets_first: bool) -> None:
+    def _adopt(
+        self, connection: Connection, peer: int, *, is_rdma: bool, greets_first: bool
+    ) -> None:
         """Hand a connection to its transport, and the link to its owner; the lock is held."""
         assert self._owner is not None
         if not is_rdma:
-            credit = choose_credit(descriptor, self._config)
-            self._sockets().adopt(descriptor, self._owner, peer=peer, credit_bytes=credit)
-        elif not self._adopt_by_rdma(descriptor, peer, greets_first=greets_first):
+            self._sockets().adopt(
+                connection.descriptor,
+                self._owner,
+                peer=peer,
+                credit_bytes=choose_credit(connection.descriptor, self._config),
+                is_checked=connection.is_checked,
+            )
+        elif not self._adopt_by_rdma(connection.descriptor, peer, greets_first=greets_first):
             return
         self._table.opened(peer)
         self._changed.notify_all()
@@ -447,6 +459,11 @@ class PeerLinks:
         if self._rdma is not None:
             self._rdma.hold(array)
 
+    def damage_of(self, peer: int) -> Damage | None:
+        """Return the last frame of a peer that failed its check; see TcpTransport."""
+        found = None if self._tcp is None else self._tcp.damage_of(peer)
+        return found and Damage(*found)
+
     def unacknowledged(self) -> list[tuple[int, int, int, int]]:
         """List the links that retransmit; see TcpTransport."""
         return [] if self._tcp is None else self._tcp.unacknowledged()
@@ -492,6 +509,6 @@ class PeerLinks:
             transport.abandon()
 
 
-def _refuse(descriptor: int, sender: int, lane: int) -> None:
-    os.close(descriptor)
+def _refuse(connection: Connection, sender: int, lane: int) -> None:
+    os.close(connection.descriptor)
     raise ProtocolError(f"member {sender} asks for a link to a store, but this process has none")

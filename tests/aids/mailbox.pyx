@@ -272,6 +272,10 @@ cdef class Mailbox(LinkOwner):
         free_letter(letter)
         return result
 
+    def has_letter(self):
+        """Tell whether a frame has come that was not received yet."""
+        return self.box.first != NULL
+
     cdef bint wait_news(self, Letter** letter, int64_t deadline) except *:
         cdef int status = OK
         pthread_mutex_lock(&self.box.lock)

@@ -277,7 +277,7 @@ def test_a_store_link_is_refused_where_nothing_is_stored(make):
                 sender=0,
                 lane=0,
                 what="worker 1",
-            )
+            ).descriptor
         )
 
 

@@ -25,6 +25,7 @@ from fastps.security.handshake import (
     CHALLENGE_BYTES,
     HELLO_BYTES,
     ClientHandshake,
+    Option,
     Purpose,
     ServerHandshake,
     derive_key,
@@ -51,29 +52,32 @@ class Door:
         host: str = "127.0.0.1",
         timeout_s: float = TIMEOUT_S,
         wrap: Callable[[socket.socket], Any] = lambda sock: sock,
+        payload_check: str = "auto",
     ) -> None:
-        self.config = config_of(handshake_timeout_s=timeout_s)
+        self.config = config_of(handshake_timeout_s=timeout_s, payload_check=payload_check)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.listener = wrap(socket.create_server((host, 0), family=family, backlog=256))
         self.listener.setblocking(False)
         unix_listener, self.unix = sockets.listen_unix()
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
         self.admitted: list[tuple[int, int, int]] = []
+        self.connections: list[tcp.Connection] = []
         self.refusals: list[BaseException] = []  # raised by admit, one per call
         self.calls = 0
         both = [self.listener, unix_listener]
         self.door = Listener(both, self.config, key=KEY, admit={Purpose.DATA: self.admit})
         self.door.start()
 
-    def admit(self, descriptor: int, sender: int, lane: int) -> None:
-        """Own a descriptor, or raise what the test wants."""
+    def admit(self, connection: tcp.Connection, sender: int, lane: int) -> None:
+        """Own a connection, or raise what the test wants."""
         self.calls += 1
         if self.refusals:
             error = self.refusals.pop(0)
             if not isinstance(error, NotYet):
-                os.close(descriptor)
+                os.close(connection.descriptor)
             raise error
-        self.admitted.append((descriptor, sender, lane))
+        self.connections.append(connection)
+        self.admitted.append((connection.descriptor, sender, lane))
 
     def connect(self) -> socket.socket:
         """Connect without saying anything."""
@@ -86,7 +90,7 @@ class Door:
     def dial(self, **changes: Any) -> socket.socket:
         """Dial as a worker does."""
         options = {"key": KEY, "sender": 3, "lane": 1, "what": "server 0"} | changes
-        return socket.socket(fileno=tcp.dial(self.address, self.config, **options))
+        return socket.socket(fileno=tcp.dial(self.address, self.config, **options).descriptor)
 
     def refused(self) -> dict[str, int]:
         """Count what was refused."""
@@ -145,6 +149,35 @@ def test_who_shows_the_token_is_let_in(opened, host):
             far.settimeout(TIMEOUT_S)
             assert far.recv(100) == b"frames"
     assert door.refused() == {}
+
+
+@pytest.mark.parametrize("ours", ["auto", "on", "off"])
+@pytest.mark.parametrize("theirs", ["auto", "on", "off"])
+def test_payloads_are_checked_if_either_end_wants_it(opened, ours, theirs):
+    """Both addresses of these connections are of one machine: auto wants no check."""
+    door = opened(payload_check=theirs)
+    config = config_of(payload_check=ours)
+    for unix in ("", door.unix):
+        found = tcp.dial(
+            door.address, config, key=KEY, sender=0, lane=0, what="server 0", unix=unix
+        )
+        os.close(found.descriptor)
+        assert found.is_checked == ("on" in (ours, theirs))
+        assert door.connections.pop().is_checked == found.is_checked
+
+
+def test_auto_checks_payloads_between_machines(monkeypatch):
+    """By the addresses of the connection; one that has ended already is not checked."""
+    near, far = socket.socketpair(socket.AF_UNIX)
+    with near, far:
+        for is_near in (True, False):
+            monkeypatch.setattr(tcp.sockets, "is_same_host", lambda _, is_near=is_near: is_near)
+            for setting, expected in (("auto", not is_near), ("on", True), ("off", False)):
+                options = tcp.choose_options(near, config_of(payload_check=setting))
+                assert tcp.Connection(0, options).is_checked == expected
+    monkeypatch.undo()
+    with socket.socket() as alone:  # not connected
+        assert tcp.choose_options(alone, config_of()) == Option.NONE
 
 
 def test_options_of_both_ends_are_set(opened):
@@ -572,7 +605,7 @@ def test_a_listener_that_never_started_closes():
 def dial_to(address: tuple[str, int], **changes: Any) -> int:
     """Dial an address with short timeouts."""
     config = config_of(**({"connect_timeout_s": 0.3, "handshake_timeout_s": 0.3} | changes))
-    return tcp.dial(address, config, key=KEY, sender=0, lane=0, what="server 1")
+    return tcp.dial(address, config, key=KEY, sender=0, lane=0, what="server 1").descriptor
 
 
 def free_port() -> int:

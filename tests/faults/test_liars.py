@@ -126,7 +126,7 @@ def say_to_server(client: ControlClient, config: Config, kind: FrameKind) -> Non
     descriptor = dial(
         (server.host, server.port), config, key=client.keys.of(3), sender=1,
         lane=pack_lane(client.job.generation, 0), what="server",
-    )  # fmt: skip
+    ).descriptor  # fmt: skip
     frame = b""
     keys, length = (range(1, 3), 12) if kind is FrameKind.PUSH else ([4321], 0)
     for number in keys:
@@ -204,7 +204,7 @@ def flood(client: ControlClient, config: Config, *, when: Callable[[], object]) 
     descriptor = dial(
         (member.host, member.port), config, key=client.keys.of(0), sender=1,
         lane=pack_lane(client.job.generation, 0), purpose=Purpose.PEER, what="worker",
-    )  # fmt: skip
+    ).descriptor  # fmt: skip
     with socket.socket(fileno=descriptor) as sock, contextlib.suppress(ConnectionError):
         sock.settimeout(WAIT_S)
         when()

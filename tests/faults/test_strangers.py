@@ -276,7 +276,7 @@ def test_member_that_sends_nonsense_is_cut_off_and_named(kind):
             descriptor = dial(
                 (server.host, server.port), config, key=client.keys.of(server_number), sender=1,
                 lane=pack_lane(client.job.generation, 0), what="server",
-            )  # fmt: skip
+            ).descriptor  # fmt: skip
             with socket.socket(fileno=descriptor) as sock:
                 sock.settimeout(WAIT_S)
                 client.barrier("fastps.connected", timeout_s=WAIT_S)

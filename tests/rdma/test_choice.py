@@ -16,14 +16,14 @@ from fastps.control.listen import open_listeners
 from fastps.control.protocol import Member
 from fastps.errors import ConfigError, TransportError
 from fastps.launch import doctor
-from fastps.security.handshake import Purpose
+from fastps.security.handshake import Option, Purpose
 from fastps.server.dataplane import DataPlane
 from fastps.session import server_links
 from fastps.transport import rdma
 from fastps.transport.listener import Listener
 from fastps.transport.rdma import RDMA_LANE, Capability
 from fastps.transport.sockets import watch_closely
-from fastps.transport.tcp import dial
+from fastps.transport.tcp import Connection, dial
 from fastps.worker._engine import WorkerEngine
 
 GID = "0000:0000:0000:0000:0000:ffff:0a09:0001"
@@ -130,7 +130,7 @@ def test_a_server_without_rdma_refuses_such_a_link():
     with near:
         descriptor = far.detach()
         with pytest.raises(TransportError, match="this server does not use"):
-            plane._admit(descriptor, 0, 1 << 8 | RDMA_LANE)
+            plane._admit(Connection(descriptor, Option.NONE), 0, 1 << 8 | RDMA_LANE)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
 
@@ -149,6 +149,7 @@ def test_a_server_says_whose_fault_a_broken_link_is(me, failure, has_trouble, re
     plane.name = "server 1"
     plane._rdma = SimpleNamespace(failure_of=lambda rank: failure, has_trouble=has_trouble)
     plane._progress = SimpleNamespace(trouble_of=lambda rank: "")
+    plane._transport = SimpleNamespace(damage_of=lambda rank: None)
     plane._client = SimpleNamespace(report_lost=lambda *what, **_: said.append(what))
     plane._report(SimpleNamespace(me=me, generation=1), 3, -3)
     ((member, cause),) = said
@@ -176,8 +177,8 @@ def test_a_refused_link_can_be_dialled_again():
     doors = open_listeners(config, port=0)
     admitted: list[int] = []
 
-    def admit(descriptor: int, sender: int, lane: int) -> None:
-        os.close(descriptor)
+    def admit(connection: Connection, sender: int, lane: int) -> None:
+        os.close(connection.descriptor)
         if lane & RDMA_LANE:
             raise TransportError("it wants RDMA")
         admitted.append(lane)
@@ -187,7 +188,7 @@ def test_a_refused_link_can_be_dialled_again():
     options: dict[str, Any] = {"key": b"k" * 32, "sender": 0, "what": "server 0"}
     with pytest.raises(TransportError, match="server 0"):
         dial(doors.address, config, lane=RDMA_LANE, **options)
-    os.close(dial(doors.address, config, lane=0, **options))
+    os.close(dial(doors.address, config, lane=0, **options).descriptor)
     listener.close(timeout_s=5.0)
     assert admitted == [0]
     assert listener.statistics() == {"not admitted": 1}
@@ -243,9 +244,10 @@ class Worker:
         self.links = server_links.Links(config, job, engine, key_of=lambda _: b"k", device=DEVICE)  # type: ignore[arg-type]
         monkeypatch.setattr(server_links.Links, "_link_by_socket", self.link_by_socket)
 
-    def dial(self, address: tuple[str, int], config: Config, **options: Any) -> int:
+    def dial(self, address: tuple[str, int], config: Config, **options: Any) -> Connection:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            return socket.create_connection(listener.getsockname()).detach()
+            descriptor = socket.create_connection(listener.getsockname()).detach()
+            return Connection(descriptor, Option.NONE)
 
     def link_by_socket(self, owner: int, lane: int) -> None:
         self.lanes.append(lane)
@@ -303,7 +305,7 @@ def test_links_that_do_not_work_are_an_error_where_rdma_is_asked_for(monkeypatch
 def test_a_worker_falls_back_when_the_server_refuses(monkeypatch, caplog, transport):
     worker = Worker(monkeypatch, transport, Fabric())
 
-    def refuse(address: tuple[str, int], config: Config, **options: Any) -> int:
+    def refuse(address: tuple[str, int], config: Config, **options: Any) -> Connection:
         assert options["lane"] & RDMA_LANE
         raise TransportError("server 0 closed the connection")
 

@@ -13,11 +13,12 @@ import functools
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from fastps.config import Config
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
-from fastps.security.handshake import ClientHandshake, NoPlaceError, Purpose
+from fastps.security.handshake import ClientHandshake, NoPlaceError, Option, Purpose
 from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,18 @@ REMOTE_CHUNK_BYTES = 64 << 10
 # priorities and would take 4 MiB. At 100 Gbit/s these bytes last 42 us, longer than a wake-up
 # takes; slower links hold less (follow_pace() in _send.pxi).
 UNSENT_BYTES = 512 << 10
+
+
+class Connection(NamedTuple):
+    """A data connection whose two ends know each other, ready for a transport."""
+
+    descriptor: int  # non-blocking
+    options: Option  # that hold for it
+
+    @property
+    def is_checked(self) -> bool:
+        """Return whether payloads carry a checksum: TcpTransport.adopt() has to know."""
+        return Option.CHECK_PAYLOADS in self.options
 
 
 class _TurnedAway(TransportError):
@@ -64,6 +77,20 @@ def _set_congestion(sock: socket.socket, config: Config) -> None:
             return
 
 
+def choose_options(sock: socket.socket, config: Config) -> Option:
+    """Return the options that this end wants for a data connection, by settings and addresses.
+
+    Goes by the socket's own addresses, not by what the peer says of its machine.
+    """
+    is_wanted = config.payload_check == "on"
+    if config.payload_check == "auto":
+        try:
+            is_wanted = not sockets.is_same_host(sock)
+        except OSError:  # it has ended already
+            is_wanted = False
+    return Option.CHECK_PAYLOADS if is_wanted else Option.NONE
+
+
 def tune(sock: socket.socket, config: Config) -> None:
     """Set the options of a data connection; remote peers keep the system's congestion control."""
     if sockets.is_unix(sock):
@@ -86,8 +113,8 @@ def dial(
     what: str,
     unix: str = "",
     purpose: Purpose = Purpose.DATA,
-) -> int:
-    """Connect and authenticate to a listener; return a non-blocking descriptor.
+) -> Connection:
+    """Connect and authenticate to a listener; return the connection.
 
     Blocks up to connect_timeout_s and handshake_timeout_s. what: the member dialled, for errors.
     unix: name of its Unix socket on this machine; without an answer there, the address is tried,
@@ -99,7 +126,7 @@ def dial(
     if unix:
         try:
             sock = sockets.connect_unix(unix, deadline=time.monotonic() + config.connect_timeout_s)
-            return _introduce(sock, config, shake(), f"{what} at the Unix socket {unix}")
+            return _introduce(sock, config, shake, f"{what} at the Unix socket {unix}")
         except (TransportTimeout, AuthError, ProtocolError, NoPlaceError):
             raise
         except (TransportError, OSError) as error:
@@ -109,7 +136,7 @@ def dial(
     for _ in sockets.attempts(deadline):
         try:
             sock = _connect(address, config, where, deadline)
-            return _introduce(sock, config, shake(), where)
+            return _introduce(sock, config, shake, where)
         except _TurnedAway as error:
             failure = error
     assert failure is not None
@@ -135,10 +162,13 @@ def _connect(
         raise TransportError(f"cannot connect to {where}: {error.strerror or error}") from error
 
 
-def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, where: str) -> int:
-    """Tune and authenticate a connection; return its descriptor, or close it and raise."""
+def _introduce(
+    sock: socket.socket, config: Config, shake: Callable[..., ClientHandshake], where: str
+) -> Connection:
+    """Tune and authenticate a connection; return it, or close it and raise."""
     try:
         tune(sock, config)
+        handshake = shake(options=choose_options(sock, config))
         deadline = time.monotonic() + config.handshake_timeout_s
         sockets.shake_hands(sock, handshake.steps(), deadline=deadline)
         sock.setblocking(False)
@@ -154,7 +184,7 @@ def _introduce(sock: socket.socket, config: Config, handshake: ClientHandshake, 
     except OSError as error:
         sock.close()
         raise _TurnedAway(f"{where} closed the connection: {error}") from error
-    return sock.detach()
+    return Connection(sock.detach(), handshake.options)
 
 
 def choose_credit(descriptor: int, config: Config) -> int:

@@ -4,8 +4,33 @@
 
 # ---------------------------------------------------------------- receive side
 
+cdef int end_damaged(TcpLink* link, int kind, int status) noexcept nogil:
+    """Record the frame that failed its check, kind 0: a header that did; return status."""
+    cdef Damages* damages = <Damages*>link.base.io.own
+    cdef Damage* damage
+    pthread_mutex_lock(&damages.lock)
+    damage = &damages.last[damages.count % MAX_DAMAGES]
+    damages.count += 1
+    damage.peer = link.base.link.peer
+    damage.kind = kind
+    damage.key = link.recv_header.key
+    damage.version = link.recv_header.key_version
+    damage.offset = link.recv_header.offset
+    damage.length = link.recv_header.length
+    pthread_mutex_unlock(&damages.lock)
+    return status
+
+
+cdef bint is_damaged(const TcpLink* link) noexcept nogil:
+    cdef uint32_t expected = link.recv_crc ^ link.recv_header.checksum ^ link.recv_number
+    return link.is_checked and expected != link.recv_check
+
+
 cdef int finish_frame(TcpLink* link) noexcept nogil:
+    """Deliver a frame that has arrived; a damaged one ends the link as a lost peer does."""
     link.recv_in_payload = False
+    if is_damaged(link):
+        return end_damaged(link, link.recv_header.kind, E_PEER_LOST)
     return deliver(&link.base, &link.recv_header)
 
 
@@ -33,10 +58,16 @@ cdef int find_place(TcpLink* link) noexcept nogil:
 cdef int begin_frame(TcpLink* link) noexcept nogil:
     """Take one header off the staging area."""
     memcpy(&link.recv_header, link.staging + link.staged_first, HEADER_BYTES)
-    link.staged_first += HEADER_BYTES
+    if link.is_checked:
+        memcpy(&link.recv_check, link.staging + link.staged_first + HEADER_BYTES, CHECK_BYTES)
+        link.recv_crc = 0
+        link.recv_number += 1
+    link.staged_first += link.head_bytes
     if header_check(&link.recv_header) != OK:
-        return E_PROTOCOL
+        return end_damaged(link, 0, E_PROTOCOL) if link.is_checked else E_PROTOCOL
     if link.recv_header.kind == KIND_BYE:
+        if is_damaged(link):
+            return end_damaged(link, KIND_BYE, E_PEER_LOST)
         link.base.has_bye = True
         return OK
     return find_place(link)
@@ -46,6 +77,8 @@ cdef int take_staged_payload(TcpLink* link) noexcept nogil:
     cdef uint64_t count = min(<uint64_t>(link.staged_end - link.staged_first), link.recv_missing)
     if count:                   # else recv_to may be NULL
         memcpy(link.recv_to, link.staging + link.staged_first, count)
+        if link.is_checked:
+            link.recv_crc = fps_crc(link.recv_crc, link.recv_to, count)
         link.staged_first += <uint32_t>count
         link.recv_to += count
         link.recv_missing -= count
@@ -60,7 +93,7 @@ cdef int parse_staged(TcpLink* link) noexcept nogil:
             if link.staged_first == link.staged_end and link.recv_missing:
                 return OK
             status = take_staged_payload(link)
-        elif link.staged_end - link.staged_first >= HEADER_BYTES:
+        elif link.staged_end - link.staged_first >= link.head_bytes:
             status = begin_frame(link)
         else:
             return OK
@@ -85,9 +118,9 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
         used = 1
     iov[used].iov_base = link.staging + link.staged_end
     iov[used].iov_len = STAGING_BYTES - link.staged_end
-    if (link.recv_header.length >= DIRECT_BYTES and link.staged_end < HEADER_BYTES
+    if (link.recv_header.length >= DIRECT_BYTES and link.staged_end < link.head_bytes
             and (link.recv_missing >= DIRECT_BYTES or not link.recv_in_payload)):
-        iov[used].iov_len = HEADER_BYTES - link.staged_end  # bulk: no payload is copied twice
+        iov[used].iov_len = link.head_bytes - link.staged_end   # bulk: no payload is copied twice
     link.recv_asked = iov[used].iov_len + (link.recv_missing if used else 0)
     message.msg_iov = iov
     message.msg_iovlen = used + 1
@@ -105,6 +138,8 @@ cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     link.base.io.moved += count
     if link.recv_in_payload:
         direct = min(count, link.recv_missing)
+        if link.is_checked:
+            link.recv_crc = fps_crc(link.recv_crc, link.recv_to, direct)
         link.recv_to += direct
         link.recv_missing -= direct
         if link.recv_missing == 0:

@@ -7,10 +7,14 @@ cdef void add_frame(TcpLink* link, SendItem* item) noexcept nogil:
     """Append the next frame of an item to the batch; record whether the item ends with it."""
     cdef int slot = link.send_frame_count
     cdef uint32_t length = frame_bytes(item)
-    cdef Header* header = &link.send_headers[slot]
-    write_header(item, header)
-    link.send_iov[link.send_iov_count].iov_base = header
-    link.send_iov[link.send_iov_count].iov_len = HEADER_BYTES
+    cdef CheckedHeader* head = &link.send_heads[slot]
+    write_header(item, &head.header)
+    if link.is_checked:         # the kernel finds these bytes in the cache then
+        head.check = fps_crc(0, item.payload + item.cursor, length)
+        head.check ^= head.header.checksum ^ link.send_number
+    link.send_number += 1
+    link.send_iov[link.send_iov_count].iov_base = head
+    link.send_iov[link.send_iov_count].iov_len = link.head_bytes
     link.send_iov_count += 1
     if length:
         link.send_iov[link.send_iov_count].iov_base = <void*>(item.payload + item.cursor)
@@ -18,7 +22,7 @@ cdef void add_frame(TcpLink* link, SendItem* item) noexcept nogil:
         link.send_iov_count += 1
     item.cursor += length
     link.send_items[slot] = item if item.cursor == item.nbytes else NULL
-    link.send_ends[slot] = HEADER_BYTES + length + (link.send_ends[slot - 1] if slot else 0)
+    link.send_ends[slot] = link.head_bytes + length + (link.send_ends[slot - 1] if slot else 0)
     link.send_frame_count += 1
 
 
@@ -26,6 +30,8 @@ cdef void fill_batch(TcpLink* link) noexcept nogil:
     """Take the most urgent frames, up to MAX_FRAMES and the bytes of one batch."""
     cdef SendItem* item
     cdef uint64_t most = link.send_unsent // 2 if link.send_unsent else BATCH_BYTES
+    if link.is_checked:
+        most = min(most, <uint64_t>CHECKED_BATCH_BYTES)
     link.send_iov_first = link.send_iov_count = 0
     link.send_frame_first = link.send_frame_count = 0
     link.send_batch_done = 0

@@ -14,6 +14,12 @@ full. Epoll is edge-triggered then, so that a peer that hangs up wakes the threa
 The kernel knows no priorities: bytes that it has taken, and those of a write under way, go first.
 On links to other machines both are kept as short as the link's rate allows (follow_pace()).
 
+Each frame of a checked link has a check behind its header: the CRC-32C of its payload, with the
+header's checksum and the number of the frame on this link, so that no payload passes with another
+header, and no frame is missed or comes twice. The thread that writes takes the CRC just before the
+kernel copies the bytes, the I/O thread just after each read. It delivers no frame whose check
+fails, and nothing is summed before it is delivered.
+
 Invariants. Only the I/O thread reads. send_lock guards everything named send_*, what epoll is
 asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
 """
@@ -29,6 +35,7 @@ from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_AGAIN, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
 )
 from fastps.native.atomic cimport fps_fence, fps_load32, fps_store32
+from fastps.native.crc cimport fps_crc
 from fastps.native.posix cimport (
     EPOLLET, EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, MSG_DONTWAIT,
     MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, pthread_mutex_destroy, pthread_mutex_init,
@@ -79,10 +86,32 @@ cdef enum:
     STAGING_BYTES = 64 << 10    # headers and small payloads read at once
     DIRECT_BYTES = 16 << 10     # remaining payload from which a read ends behind the next header
     READ_BUDGET = 1 << 20       # bytes read from one link before the others have their turn
+    CHECK_BYTES = 4             # behind the header, on a checked link
+    CHECKED_BATCH_BYTES = 128 << 10     # of one gathered write there: the cache holds them
+    MAX_DAMAGES = 16            # frames that failed their checks are remembered
     BORROW_BYTES = 512 << 10    # a link without credit for too long sends beyond its credit
+
+cdef packed struct CheckedHeader:
+    Header header
+    uint32_t check              # crc32c of the payload ^ header.checksum ^ the frame's number
+
+cdef struct Damage:             # a frame that failed its check
+    uint32_t peer
+    int kind                    # FrameKind; 0: its header failed, and the rest means nothing
+    uint64_t key
+    uint32_t version
+    uint32_t offset
+    uint32_t length
+
+cdef struct Damages:            # of a transport, whose I/O threads write them
+    pthread_mutex_t lock
+    uint32_t count
+    Damage last[MAX_DAMAGES]    # the last ones, in a ring
 
 cdef struct TcpLink:
     BaseLink base               # first: a Link* is a TcpLink*
+    bint is_checked             # frames carry a check of their payload; set once
+    uint32_t head_bytes         # of a header with its check
     bint is_polled              # I/O thread: epoll knows it
     # send side, under send_lock
     pthread_mutex_t send_lock
@@ -90,12 +119,13 @@ cdef struct TcpLink:
     bint send_blocked           # the socket is full
     bint send_broken            # a write failed; the I/O thread ends the link
     bint is_read_paused         # its owner has deferred a frame
-    Header send_headers[MAX_FRAMES]
+    CheckedHeader send_heads[MAX_FRAMES]
     iovec send_iov[2 * MAX_FRAMES]
     int send_iov_first
     int send_iov_count
     SendItem* send_items[MAX_FRAMES]    # item whose last frame ends here, or NULL
     uint64_t send_ends[MAX_FRAMES]      # bytes of the batch up to and with this frame
+    uint32_t send_number        # of the next frame, modulo 2^32
     int send_frame_first
     int send_frame_count
     uint64_t send_batch_done    # bytes of the batch that the socket took
@@ -109,6 +139,9 @@ cdef struct TcpLink:
     uint32_t staged_first
     uint32_t staged_end
     Header recv_header
+    uint32_t recv_number        # of the frame, modulo 2^32
+    uint32_t recv_check         # what came behind the header
+    uint32_t recv_crc           # of the payload received so far
     bint recv_in_payload
     char* recv_to
     uint64_t recv_missing
@@ -194,7 +227,7 @@ OPS.pace = tcp_pace
 
 # ---------------------------------------------------------------- Python face
 
-cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
+cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes, bint is_checked) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>calloc(1, sizeof(TcpLink))
     cdef int status
     if link == NULL:
@@ -202,6 +235,9 @@ cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes) noexcept nogil:
     pthread_mutex_init(&link.send_lock, NULL)
     link.staging = <char*>calloc(1, STAGING_BYTES)
     link.send_blocked = True    # until tcp_serve()
+    link.is_checked = is_checked
+    link.head_bytes = sizeof(CheckedHeader) if is_checked else HEADER_BYTES
+    link.recv_number = <uint32_t>-1     # before the first frame
     status = init_link(&link.base, &OPS, io, credit_bytes, MAX_FRAMES)
     if status != OK or link.staging == NULL:
         free_link(&link.base)
@@ -228,8 +264,14 @@ cdef class TcpTransport(BaseTransport):
     activity before it sleeps, in microseconds. Threads are created here and joined by close().
     """
 
+    cdef Damages damages
+
     def __cinit__(self, *, int io_threads=1, int64_t spin_us=0):
+        cdef int i
+        pthread_mutex_init(&self.damages.lock, NULL)
         self.make_threads(io_threads, spin_us, &OPS)
+        for i in range(self.n_threads):
+            self.threads[i].own = &self.damages
         self.start_threads()
 
     def unacknowledged(self):
@@ -256,18 +298,43 @@ cdef class TcpTransport(BaseTransport):
             pthread_mutex_unlock(&self.threads[i].lock)
         return found
 
+    def damage_of(self, uint32_t peer):
+        """Return the last frame of a peer that failed its check, or None.
+
+        (kind, key, version, offset, length); kind 0: its header failed, and the rest is unknown.
+        """
+        cdef Damage found
+        cdef uint32_t i, count
+        found.kind = -1
+        pthread_mutex_lock(&self.damages.lock)
+        count = self.damages.count
+        for i in range(count - min(count, <uint32_t>MAX_DAMAGES), count):
+            if self.damages.last[i % MAX_DAMAGES].peer == peer:
+                found = self.damages.last[i % MAX_DAMAGES]
+        pthread_mutex_unlock(&self.damages.lock)
+        if found.kind < 0:
+            return None
+        return found.kind, found.key, found.version, found.offset, found.length
+
+    def forget_damages(self):
+        """Forget them: other members will have the numbers of these peers."""
+        pthread_mutex_lock(&self.damages.lock)
+        self.damages.count = 0
+        pthread_mutex_unlock(&self.damages.lock)
+
     def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
-              uint64_t credit_bytes=0, bint follows=False):
+              uint64_t credit_bytes=0, bint follows=False, bint is_checked=False):
         """Take over a connected, authenticated TCP socket; frames reach owner from now on.
 
         fd: descriptor, owned by the transport from here on, also when this raises. peer: rank
         of a worker or index of a server. credit_bytes: bytes in flight allowed, 0 = no limit.
-        follows: adapt this number to the link's rate.
+        follows: adapt this number to the link's rate. is_checked: frames carry a checksum of their
+        payload, as both ends have agreed.
         """
         cdef IoThread* io
         cdef TcpLink* link
         io = self.next_io(fd)
-        link = make_link(io, credit_bytes)
+        link = make_link(io, credit_bytes, is_checked)
         if link == NULL:
             close(fd)
             raise MemoryError("no memory for a link")
