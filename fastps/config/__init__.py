@@ -295,10 +295,9 @@ class Config:
     autotune_seed: int = _set(DATA, 0, allowed=(0, (1 << 31) - 1),
         text="Seed of the order in which settings are tried.")
     payload_check: str = _set(DATA, "auto", allowed=("auto", "on", "off"),
-        text="Whether frames carry a CRC-32C of their bytes, so that what a network damages ends "
-             "the link and is never summed: auto checks TCP between machines; on checks all "
-             "sockets, also within a machine. A link is checked if either end wants it. RDMA and "
-             "shared memory have checks of their own hardware.")
+        text="Whether frames carry a CRC-32C of their payload, so that damaged bytes end the link "
+             "and are never summed. auto: over TCP between machines; on: over all sockets. A link "
+             "is checked if either end wants it. RDMA has a CRC of its own.")
     links_per_peer: int = _set(DATA, 1, unit="connections", allowed=(1, 16),
         text="Data connections between a worker and a server.")
     same_host_congestion: str = _set(DATA, "cubic,reno",

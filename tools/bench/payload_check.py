@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what checks of payloads cost on a TCP link of this machine, and the check by itself.
+
+Two links over the loopback, one checked and one not, carry the same arrays there and back in turn,
+some milliseconds each, so that both see the same machine. Each end has an I/O thread; on two
+processors both are busy. Columns: bytes of a frame; median nanoseconds that a byte takes on each
+link, both ways together; median of the ratios of neighbours in time, and their quartiles. First by
+the clock, then by the processor time of all threads, which other programs disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+
+from aids import faces
+from aids.boards import EchoBoard, PushBoard
+from aids.faces import Buffer
+from fastps._core import BufferPool
+from fastps.transport.tcp._transport import TcpTransport
+
+TIMEOUT_S = 120.0
+KIB = 1 << 10
+HOT_BYTES = 64 * KIB
+
+
+class Link:
+    """An array that goes to the other end and comes back."""
+
+    def __init__(self, nbytes: int, chunk_bytes: int, *, is_checked: bool) -> None:
+        self.transports = [TcpTransport(), TcpTransport()]
+        self.pool = BufferPool()
+        self.memory = Buffer(self.pool, 2 * nbytes)
+        self.echo = EchoBoard(1, nbytes, self.memory, chunk_bytes=chunk_bytes)
+        self.push = PushBoard(1, nbytes, chunk_bytes=chunk_bytes)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            near = socket.create_connection(listener.getsockname())
+            far, _ = listener.accept()
+        for sock, transport, board in zip(
+            (near, far), self.transports, (self.push, self.echo), strict=True
+        ):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setblocking(False)
+            transport.adopt(sock.detach(), board, peer=0, is_checked=is_checked)
+        self.array, self.output = mmap.mmap(-1, nbytes), mmap.mmap(-1, nbytes)
+        self.array[:] = os.urandom(nbytes)
+
+    def go(self) -> tuple[int, int]:
+        """Return how long one trip takes, and the processor time, in nanoseconds."""
+        began, began_cpu = time.perf_counter_ns(), time.process_time_ns()
+        self.push.push(0, self.array, self.output)
+        self.push.wait(0, timeout_s=TIMEOUT_S)
+        return time.perf_counter_ns() - began, time.process_time_ns() - began_cpu
+
+    def close(self) -> None:
+        """Verify what came back, and end the link."""
+        assert self.array[:] == self.output[:], "the bytes differ"
+        self.push.end(-2)
+        self.push.wait_ended(timeout_s=TIMEOUT_S)
+        for transport in self.transports:
+            transport.close(timeout_s=TIMEOUT_S)
+        del self.echo
+        self.memory.give_back()
+        self.pool.close()
+
+
+def compare(nbytes: int, chunk_bytes: int, rounds: int) -> str:
+    """Return the line of one size of frames."""
+    links = [Link(nbytes, chunk_bytes, is_checked=is_checked) for is_checked in (False, True)]
+    times: list[list[tuple[int, int]]] = [[], []]
+    for turn in range(rounds + 2):
+        for which in (0, 1) if turn % 2 else (1, 0):
+            took = links[which].go()
+            if turn >= 2:
+                times[which].append(took)
+    for link in links:
+        link.close()
+    line = f"{chunk_bytes:9}"
+    for clock in (0, 1):
+        plain, checked = ([took[clock] / nbytes for took in one] for one in times)
+        ratios = [on / off for off, on in zip(plain, checked, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        line += f"{statistics.median(plain):9.3f}{statistics.median(checked):8.3f}"
+        line += f"{middle:8.3f}  {low:.3f}-{high:.3f}"
+    return line
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=16, help="of the array")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--kib", default="64,512", help="of a frame")
+    options = parser.parse_args()
+    data = os.urandom(HOT_BYTES)
+    best = min(_time(data) for _ in range(2000))
+    print(f"the check of {HOT_BYTES // KIB} KiB in the cache: {HOT_BYTES / best:.1f} GB/s")
+    print(f"{'frame':>9}" + f"{'plain':>9}{'checked':>8}{'ratio':>8}  {'quartiles':11}" * 2)
+    for kib in options.kib.split(","):
+        print(compare(options.mib << 20, int(kib) * KIB, options.rounds), flush=True)
+
+
+def _time(data: bytes) -> int:
+    began = time.perf_counter_ns()
+    faces.crc32c_of_payload(data)
+    return time.perf_counter_ns() - began
+
+
+if __name__ == "__main__":
+    main()
