@@ -15,27 +15,23 @@ digest of its own, which shows damage. Called under library.py's lock.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import functools
 import hashlib
 import logging
 import os
 import platform
-import stat
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 from fastps import config
+from fastps.files import open_private
 from fastps.reduce.machine_code import Code
 
 _log = logging.getLogger(__name__)
-_PLACE = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 PATIENCE_S = 10.0  # for a process that compiles the same kernel: 0.5 s on an idle machine
 LOOK_S = 0.01
-MAX_STEPS = 256  # names on a path; links may lead in a circle
-
 
 HERE = Path(__file__).parent
 SHARED = ("kernels.py", "compiler.py", "machine_code.py", "../types.py")
@@ -148,58 +144,6 @@ def _root() -> Path | None:
             "XDG_CACHE_HOME to a private directory", wanted, error.strerror or error,
         )  # fmt: skip
         return None
-
-
-def open_private(path: Path) -> int:
-    """Open an absolute directory, made if missing, into which no other user can have written.
-
-    On the path all directories and links must belong to this user or root, and others must not be
-    able to write to a directory unless it is sticky. The last one must be private. Raises OSError.
-    """
-    names = list(reversed(path.parts))
-    folder = os.open(names.pop(), _PLACE)
-    try:
-        for _ in range(MAX_STEPS):
-            _check(folder, is_last=not names)
-            if not names:
-                return folder
-            former, folder = folder, _step(folder, names)
-            os.close(former)
-        raise OSError(errno.ELOOP, "too many symbolic links")
-    except OSError:
-        os.close(folder)
-        raise
-
-
-def _check(folder: int, *, is_last: bool) -> None:
-    status = os.fstat(folder)
-    is_closed = not status.st_mode & 0o022 or status.st_mode & stat.S_ISVTX
-    is_own = status.st_uid == os.geteuid()
-    if is_last and not (is_own and not status.st_mode & 0o077):
-        raise PermissionError(errno.EPERM, f"{_name(folder)} is not yours alone (mode 0700)")
-    if not (is_closed and (is_own or status.st_uid == 0)):
-        raise PermissionError(errno.EPERM, f"others can change what is in {_name(folder)}")
-
-
-def _step(folder: int, names: list[str]) -> int:
-    """Open the directory of the last name; a link is replaced by the names of its target."""
-    name = names.pop()
-    try:
-        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):  # another process was faster
-            os.mkdir(name, 0o700, dir_fd=folder)
-        return os.open(name, _PLACE, dir_fd=folder)
-    if not stat.S_ISLNK(status.st_mode):
-        return os.open(name, _PLACE, dir_fd=folder)
-    if status.st_uid not in (0, os.geteuid()):
-        raise PermissionError(errno.EPERM, f"the link {name} in {_name(folder)} is not yours")
-    names.extend(reversed(Path(os.readlink(name, dir_fd=folder)).parts))
-    return os.dup(folder)
-
-
-def _name(folder: int) -> str:
-    return os.readlink(f"/proc/self/fd/{folder}")
 
 
 @functools.cache

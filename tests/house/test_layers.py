@@ -25,6 +25,7 @@ from house_source import (
 # each other.
 FLOORS = {
     "fastps.errors": 0,
+    "fastps.files": 0,
     "fastps.types": 0,
     "fastps.native": 0,
     "fastps.config": 1,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from fastps.files import open_private
 from fastps.reduce import cache
 from fastps.reduce.__main__ import main
-from fastps.reduce.cache import open_private
 from fastps.reduce.machine_code import Code
 
 HERE = Path(__file__).parent

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other users put in the way of a job's files is not followed, read or waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastps.files import make_folders, open_folder, open_shared, read_file
+from fastps.telemetry.spans import RECORD
+
+NOBODY = 65534
+LIMIT_S = 20.0
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def mode_of(path: Path) -> int:
+    """Return the permissions of a file or folder."""
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def within(limit_s: float, work: Callable[[], object]) -> BaseException | None:
+    """Run something that may block for ever; return its error."""
+    found: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+            found.append(None)
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    assert found, f"it still waits after {limit_s} s"
+    return found[0]
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """Make a folder like /tmp."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+@pytest.fixture
+def theirs(shared: Path) -> Path:
+    """Make a folder of another user in the shared one."""
+    folder = shared / "theirs"
+    folder.mkdir(mode=0o755)
+    os.chown(folder, NOBODY, NOBODY)
+    return folder
+
+
+def leave_trace(folder: Path) -> None:
+    """Leave the trace of a process."""
+    who = {"role": "worker", "number": 0, "host": "h", "boot": "a", "pid": 1}
+    for name, data in (("job-0.jsonl", json.dumps({"who": who}).encode() + b"\n"),
+                       ("job-0.spans", np.zeros(0, RECORD).tobytes())):  # fmt: skip
+        (folder / name).write_bytes(data)
+
+
+# ---- folders
+
+
+def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "a" / "b") as folder:
+        os.close(folder.make("new"))
+    made = [tmp_path / "a", tmp_path / "a" / "b"]
+    assert [mode_of(path) for path in made] == [0o700] * 2
+    assert mode_of(made[1] / "new") == 0o600
+    make_folders(tmp_path / "a" / "b")
+
+
+def test_a_folder_that_others_can_write_is_refused_with_the_cure(tmp_path: Path) -> None:
+    for mode in (0o777, 0o1777, 0o702):
+        tmp_path.chmod(mode)
+        with pytest.raises(PermissionError, match=rf"mode {mode:04o}.*chmod go-w {tmp_path}"):
+            open_folder(tmp_path)
+    tmp_path.chmod(0o755)
+    open_folder(tmp_path).close()
+
+
+@needs_root
+def test_only_a_group_of_the_owner_s_number_may_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o770)
+    open_folder(tmp_path).close()
+    os.chown(tmp_path, 0, 100)
+    tmp_path.chmod(0o770)
+    with pytest.raises(PermissionError, match="other users can write"):
+        open_folder(tmp_path)
+
+
+def test_a_link_to_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(OSError, match=f"it is a link: name the folder itself, {tmp_path}"):
+        open_folder(tmp_path / "link")
+
+
+@needs_root
+def test_a_folder_of_another_user_is_refused(theirs: Path) -> None:
+    with pytest.raises(PermissionError, match=rf"user {NOBODY}; it must belong to user 0"):
+        open_folder(theirs)
+
+
+def test_a_folder_that_was_swapped_is_not_looked_at_again(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "a") as folder:
+        (tmp_path / "a").rename(tmp_path / "b")
+        (tmp_path / "a").mkdir()
+        with folder.replace("x") as file:
+            file.write(b"1")
+        assert folder.names() == ["x"]
+        assert folder.has("x")
+        assert not folder.has("y")
+    assert (tmp_path / "b" / "x").read_bytes() == b"1"
+    assert not list((tmp_path / "a").iterdir())
+
+
+# ---- files
+
+
+def test_what_is_read_is_a_regular_file_and_is_never_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as sock, open_folder(tmp_path) as folder:
+        sock.bind(f"/proc/self/fd/{folder.descriptor}/socket")
+        for name in ("pipe", "link", "folder", "socket"):
+            error = within(LIMIT_S, lambda name=name: folder.read(name))
+            assert isinstance(error, OSError), name
+            assert "not a regular file" in str(error)
+    error = within(LIMIT_S, lambda: read_file(tmp_path / "pipe"))
+    assert "not a regular file" in str(error)
+    with read_file(tmp_path / "link") as file:
+        assert file.read() == b"x"
+
+
+@needs_root
+def test_what_is_read_was_written_by_nobody_else(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("x")
+    with open_folder(tmp_path) as folder:
+        os.chmod(tmp_path / "x", 0o644)
+        folder.read("x").close()
+        with pytest.raises(PermissionError, match=r"mode 0644.*remove it"):
+            folder.read("x", is_private=True)
+        os.chmod(tmp_path / "x", 0o602)
+        with pytest.raises(PermissionError, match=r"mode 0602.*chmod go-w"):
+            folder.read("x")
+        os.chmod(tmp_path / "x", 0o600)
+        os.chown(tmp_path / "x", NOBODY, NOBODY)
+        with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}"):
+            folder.read("x")
+
+
+def test_a_file_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("before")
+    with open_folder(tmp_path) as folder:
+        with contextlib.suppress(ZeroDivisionError), folder.replace("x") as file:
+            file.write(b"half")
+            raise ZeroDivisionError
+        assert folder.names() == ["x"]
+    assert (tmp_path / "x").read_text() == "before"
+
+
+# ---- who uses it
+
+
+def test_a_shared_folder_is_opened_whoever_owns_it(shared: Path) -> None:
+    with open_shared(shared) as folder, folder.replace("x") as file:
+        file.write(b"1")
+    assert mode_of(shared / "x") == 0o600
