@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastps.errors import FastPSError
+from fastps.files import open_folder, text_of
 from fastps.telemetry.spans import NOTES_SUFFIX, SPANS_SUFFIX
 from fastps.telemetry.timeline import Summary, merge
 
@@ -42,13 +43,11 @@ def variables(target: Path, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def clear(target: Path) -> None:
-    """Remove the traces of an earlier job. Raises OSError."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = parts_of(target)
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.suffix in (SPANS_SUFFIX, NOTES_SUFFIX):
-                path.unlink()
+    """Make the folder of the traces, and remove those of an earlier job. Raises OSError."""
+    with open_folder(parts_of(target)) as folder:
+        for name in folder.names():
+            if name.endswith((SPANS_SUFFIX, NOTES_SUFFIX)):
+                folder.remove(name)
 
 
 def collect(target: Path, *, is_whole: bool) -> Summary:
@@ -65,11 +64,19 @@ def collect(target: Path, *, is_whole: bool) -> Summary:
 
 def _merge(folder: Path, target: Path) -> Summary:
     try:
-        return merge(folder, target)
+        held = open_folder(folder, is_made=False)
     except OSError as error:
         raise FastPSError(
-            f"cannot write the timeline {target}: {error.strerror}; name a file that can be "
-            f"written: fastps timeline {folder} FILE"
+            f"cannot read the traces ({text_of(error)}); give the FASTPS_TRACE_DIR of "
+            "the job, as the user of the job"
+        ) from error
+    try:
+        with held:
+            return merge(held, target)
+    except OSError as error:
+        raise FastPSError(
+            f"cannot make the timeline {target} ({text_of(error)}); name a file "
+            f"that can be written: fastps timeline {folder} FILE"
         ) from error
 
 

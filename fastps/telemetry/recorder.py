@@ -21,8 +21,15 @@ from typing import Any
 from fastps import _core
 from fastps.config import Config
 from fastps.errors import ConfigError, FastPSError
+from fastps.files import Folder, open_folder
 from fastps.telemetry.clock import Sample, best_of, sample_of
-from fastps.telemetry.spans import ACTIVITY, NOTES_SUFFIX, SPANS_SUFFIX, read_notes
+from fastps.telemetry.spans import (
+    ACTIVITY,
+    NOTES_SUFFIX,
+    SPANS_SUFFIX,
+    names_of_notes,
+    read_notes,
+)
 from fastps.telemetry.timeline import merge
 
 log = logging.getLogger(__name__)
@@ -49,17 +56,20 @@ class Recorder:
         self._config = config
         self._ping = ping
         folder = Path(config.trace_dir)
+        held: Folder | None = None
         name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', config.job_id)}-{role}{number}-{os.getpid()}"
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._notes = os.open(folder / f"{name}{NOTES_SUFFIX}", _FLAGS, 0o600)
-            self._spans = os.open(folder / f"{name}{SPANS_SUFFIX}", _FLAGS, 0o600)
+            held = open_folder(folder)
+            self._notes = held.make(f"{name}{NOTES_SUFFIX}", flags=_FLAGS)
+            self._spans = held.make(f"{name}{SPANS_SUFFIX}", flags=_FLAGS)
         except OSError as error:
+            if held is not None:
+                held.close()
             raise ConfigError(
                 f"FASTPS_TRACE_DIR={folder}: the trace cannot be written there "
-                f"({error.strerror}); set it to a directory that this process can write"
+                f"({error.strerror or error}); set it to a directory that only this user can write"
             ) from error
-        self._folder = folder
+        self._folder = held
         self._is_closed = self._is_full = False
         self._activities: dict[tuple[str, str], int] = {}  # numbers, by (what, of what)
         self._begun: dict[str, list[tuple[str, int]]] = {}  # (what, since), by of what
@@ -155,36 +165,34 @@ class Recorder:
         os.close(self._spans)
         if not self._config.trace_file:
             self._merge_as_last()
+        self._folder.close()
         os.close(self._notes)
 
     def _merge_as_last(self) -> None:
         """Merge the traces of this directory if all their processes have ended."""
-        target = self._folder / MERGED
+        folder, target = self._folder, self._folder.path / MERGED
         try:
-            lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if all(map(_has_ended, self._folder.glob(f"*{NOTES_SUFFIX}"))):
-                    merge(self._folder, target)
-            finally:
-                os.close(lock)
+            fcntl.flock(folder.descriptor, fcntl.LOCK_EX)
+            if all(_has_ended(folder, name) for name in names_of_notes(folder)):
+                merge(folder, target)
         except OSError as error:
             log.warning(
                 "cannot write the timeline %s: %s; make room for it, or merge the traces into "
                 "another file: fastps timeline %s FILE",
-                target, error.strerror or error, self._folder,
+                target, error.strerror or error, folder.path,
             )  # fmt: skip
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
         self._is_closed = True
         self._drain.abandon()
+        self._folder.close()
         for descriptor in (self._notes, self._spans):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+_FLAGS = os.O_WRONLY | os.O_APPEND
 
 
 def _describe(role: str, number: int, host_id: str) -> dict[str, Any]:
@@ -197,5 +205,5 @@ def _describe(role: str, number: int, host_id: str) -> dict[str, Any]:
     }
 
 
-def _has_ended(path: Path) -> bool:
-    return any("end" in note for note in read_notes(path))
+def _has_ended(folder: Folder, name: str) -> bool:
+    return any("end" in note for note in read_notes(folder, name))

@@ -9,13 +9,15 @@ however the process ended. Threads: none.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+
+from fastps.files import Folder
 
 # by number: SpanKind of fastps/_core.pxd
 KINDS = (
@@ -58,9 +60,8 @@ class Recording:
         return known[-1] if known else f"tensor {key >> INDEX_BITS}"
 
 
-def read_spans(path: Path) -> Spans:
-    """Read the whole records of a file, up to the first that is invalid."""
-    data = path.read_bytes()
+def read_spans(data: bytes) -> Spans:
+    """Read the whole records of a file's bytes, up to the first that is invalid."""
     spans = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
     wrong = (
         (spans["kind"] == 0) | (spans["kind"] >= len(KINDS)) | (spans["ended"] < spans["began"])
@@ -68,9 +69,11 @@ def read_spans(path: Path) -> Spans:
     return spans[: int(np.argmax(wrong))] if wrong.any() else spans
 
 
-def read_notes(path: Path) -> Iterator[dict[str, Any]]:
+def read_notes(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
     """Read the objects of a file up to the first line that is not whole."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with folder.read(name) as file:
+        text = file.read().decode(errors="replace")
+    for line in text.splitlines():
         try:
             note = json.loads(line)
         except ValueError:
@@ -79,12 +82,16 @@ def read_notes(path: Path) -> Iterator[dict[str, Any]]:
             yield note
 
 
-def read_recording(path: Path) -> Recording:
-    """Read the trace of one process; path: of its notes."""
-    spans_path = path.with_suffix(SPANS_SUFFIX)
-    spans = read_spans(spans_path) if spans_path.exists() else np.empty(0, RECORD)
+def read_recording(folder: Folder, name: str) -> Recording:
+    """Read the trace of one process; name: of its notes."""
+    spans = np.empty(0, RECORD)
+    with (
+        contextlib.suppress(FileNotFoundError),
+        folder.read(name.removesuffix(NOTES_SUFFIX) + SPANS_SUFFIX) as file,
+    ):
+        spans = read_spans(file.read())
     recording = Recording({}, spans)
-    for note in read_notes(path):
+    for note in read_notes(folder, name):
         if "who" in note:
             recording.who = note["who"]
         elif "tensor" in note:
@@ -98,8 +105,13 @@ def read_recording(path: Path) -> Recording:
     return recording
 
 
-def read_folder(folder: Path) -> list[Recording]:
+def names_of_notes(folder: Folder) -> list[str]:
+    """List the notes of all processes in a directory."""
+    return [name for name in folder.names() if name.endswith(NOTES_SUFFIX)]
+
+
+def read_folder(folder: Folder) -> list[Recording]:
     """Read the traces of all processes in a directory, workers first, by number."""
-    found = [read_recording(path) for path in sorted(folder.glob(f"*{NOTES_SUFFIX}"))]
+    found = [read_recording(folder, name) for name in names_of_notes(folder)]
     known = [recording for recording in found if recording.who]
     return sorted(known, key=lambda one: (one.who["role"] != "worker", one.who["number"]))

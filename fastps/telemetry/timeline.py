@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 import numpy as np
 
 from fastps.errors import FastPSError
+from fastps.files import Folder, open_shared
 from fastps.telemetry.clock import Alignment
 from fastps.telemetry.spans import (
     ACTIVITY,
@@ -81,15 +81,15 @@ class Timed:
         return np.flatnonzero(np.isin(self.spans["kind"], kinds))
 
 
-def merge(folder: Path, target: Path) -> Summary:
+def merge(folder: Folder, target: Path) -> Summary:
     """Merge all traces of a folder into one timeline. Raises FastPSError where there are none.
 
-    target is replaced when the new file is complete.
+    target is replaced when the new file is complete. Raises OSError, also if it is another user's.
     """
     recordings = read_folder(folder)
     if not recordings:
         raise FastPSError(
-            f"no process has left a trace in {folder}; give the FASTPS_TRACE_DIR of the job"
+            f"no process has left a trace in {folder.path}; give the FASTPS_TRACE_DIR of the job"
         )
     alignment = Alignment(recordings)
     timed = [Timed(one, *alignment.shift(one.who["boot"], one.spans)) for one in recordings]
@@ -98,15 +98,9 @@ def merge(folder: Path, target: Path) -> Summary:
     bound_us = 2 * max(bounds) * US if min(bounds) >= 0 else float("nan")
     dropped = sum(int(one.spans["nbytes"][one.of(DROPPED)].sum()) for one in timed)
     summary = Summary(len(timed), sum(len(one.spans) for one in timed), dropped, bound_us)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            for line in _lines(timed, summary):
-                file.write(line)
-        partial.replace(target)
-    except OSError:
-        partial.unlink(missing_ok=True)  # free its bytes: the disk may be full
-        raise
+    with open_shared(target.parent) as place, place.replace(target.name) as file:
+        for line in _lines(timed, summary):
+            file.write(line)
     return summary
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import stat
@@ -15,7 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fastps import _core, config
+from fastps.errors import ConfigError, FastPSError
 from fastps.files import make_folders, open_folder, open_shared, read_file
+from fastps.launch import timeline
+from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.spans import RECORD
 
 NOBODY = 65534
@@ -176,6 +181,73 @@ def test_a_file_that_could_not_be_finished_leaves_nothing(tmp_path: Path) -> Non
 
 
 # ---- who uses it
+
+
+@needs_root
+def test_a_timeline_in_a_shared_folder_overwrites_no_file_of_another_user(shared: Path) -> None:
+    victim = shared / "victim"
+    victim.write_text("precious")
+    target = shared / "job.json"
+    timeline.clear(target)
+    leave_trace(timeline.parts_of(target))
+    target.write_text("theirs")
+    os.chown(target, NOBODY, NOBODY)
+    with pytest.raises(FastPSError, match=rf"job.json: it belongs to user {NOBODY}"):
+        timeline.collect(target, is_whole=False)
+    target.unlink()
+    target.symlink_to(victim)
+    with pytest.raises(FastPSError, match="not a regular file"):
+        timeline.collect(target, is_whole=False)
+    target.unlink()
+    shared.joinpath(f"job.json.{os.getpid()}.part").symlink_to(victim)
+    timeline.collect(target, is_whole=True)
+    assert mode_of(target) == 0o600
+    assert victim.read_text() == "precious"
+    assert not timeline.parts_of(target).exists()
+
+
+@needs_root
+def test_traces_are_neither_removed_from_nor_written_to_a_folder_of_another_user(
+    theirs: Path,
+) -> None:
+    leave_trace(theirs)
+    with pytest.raises(PermissionError, match=f"user {NOBODY}"):
+        timeline.clear(theirs.rename(theirs.with_name("job.json.parts")).with_suffix(""))
+    folder = theirs.with_name("job.json.parts")
+    assert len(list(folder.iterdir())) == 2
+    settings = config.load({"trace_dir": str(folder)}, environ={})
+    with pytest.raises(ConfigError, match=rf"FASTPS_TRACE_DIR=.*user {NOBODY}.*only this user"):
+        Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns)
+    link = folder.with_name("link.parts")
+    link.symlink_to(folder)
+    with pytest.raises(OSError, match="it is a link"):
+        timeline.clear(link.with_suffix(""))
+
+
+def test_a_trace_follows_no_link_and_is_private(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "trace"
+    folder.mkdir(mode=0o700)
+    name = f"job-worker0-{os.getpid()}"
+    for suffix in (".jsonl", ".spans"):
+        (folder / f"{name}{suffix}").symlink_to(victim)
+    settings = config.load({"trace_dir": str(folder), "job_id": "job"}, environ={})
+    Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns).close()
+    assert victim.read_text() == "precious"
+    assert {mode_of(path) for path in folder.iterdir()} == {0o600}
+
+
+def test_a_disk_that_is_full_ends_no_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another process may merge meanwhile: an error there is logged."""
+    settings = config.load({"trace_dir": str(tmp_path / "trace")}, environ={})
+    recorder = Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns)
+    (tmp_path / "trace" / "foreign.jsonl").symlink_to("nowhere")
+    with caplog.at_level(logging.WARNING):
+        recorder.close()
+    assert "not a regular file" in caplog.text
 
 
 def test_a_shared_folder_is_opened_whoever_owns_it(shared: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from aids.timeline_rules import check_timeline, durations
 from fastps import _core, config
 from fastps.errors import FastPSError
+from fastps.files import open_folder
 from fastps.telemetry.clock import Alignment, best_of, sample_of
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.spans import (
@@ -59,7 +60,8 @@ def leave(
 
 
 def merged(folder: Path) -> dict[str, Any]:
-    merge(folder, folder / "out.json")
+    with open_folder(folder) as held:
+        merge(held, folder / "out.json")
     return check_timeline(folder / "out.json")
 
 
@@ -96,18 +98,18 @@ def test_stages_steps_and_counters_of_a_part(tmp_path):
 
 def test_a_process_that_was_killed_leaves_what_is_whole(tmp_path):
     leave(tmp_path, 0, [(PUSH, 1, 2), (PULL, 2, 3)], more=b"torn")
-    assert len(read_spans(tmp_path / "job-0.spans")) == 2
+    assert len(read_spans((tmp_path / "job-0.spans").read_bytes())) == 2
     assert set(durations(merged(tmp_path), pid=0)) == {"PUSH", "PULL", "TENSOR"}
 
 
 def test_a_record_that_cannot_be_ends_a_file(tmp_path):
     leave(tmp_path, 0, [(PUSH, 1, 2), (PUSH, 9, 3), (PULL, 2, 3)])
-    assert len(read_spans(tmp_path / "job-0.spans")) == 1
+    assert len(read_spans((tmp_path / "job-0.spans").read_bytes())) == 1
 
 
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(FastPSError, match="no process has left"):
-        merge(tmp_path, tmp_path / "out.json")
+        merged(tmp_path)
     assert not (tmp_path / "out.json").exists()
 
 
