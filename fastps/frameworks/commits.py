@@ -18,11 +18,13 @@ import logging
 import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.errors import ConfigError, FastPSError
+from fastps.files import Folder, open_folder, text_of
 
 _log = logging.getLogger(__name__)
 _MAGIC = b"fastps commit 2\n"
@@ -33,7 +35,13 @@ Room: TypeAlias = Callable[[Any], tuple[_T, memoryview]]  # f(description): a te
 
 def exists(path: Path) -> bool:
     """Return whether there is a commit, the last or the previous one."""
-    return path.exists() or _before(path).exists()
+    try:
+        with open_folder(path.parent, is_made=False) as folder:
+            return folder.has(path.name) or folder.has(_before(path).name)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _not_trusted(error) from error
 
 
 def write(path: Path, plain: Any, described: Sequence[Any], tensors: Iterable[memoryview]) -> None:
@@ -43,18 +51,20 @@ def write(path: Path, plain: Any, described: Sequence[Any], tensors: Iterable[me
     tensor. tensors: the bytes of each. FastPSError if the files cannot be written.
     """
     encode_object(plain)  # raises TypeError before a file is written
-    fresh = path.with_suffix(".new")
+    fresh = path.with_suffix(".new").name
     try:
-        with fresh.open("wb") as file:
-            digests = [_put(file, data) for data in tensors]
-            head = encode_object({"value": plain, "tensors": list(described), "digests": digests})
-            file.write(_END.pack(_MAGIC, len(head), _put(file, head)))
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            path.replace(_before(path))
-        fresh.replace(path)
-        _keep_names(path.parent)
+        with open_folder(path.parent) as folder:
+            with os.fdopen(folder.make(fresh), "wb") as file:
+                digests = [_put(file, data) for data in tensors]
+                words = {"value": plain, "tensors": list(described), "digests": digests}
+                head = encode_object(words)
+                file.write(_END.pack(_MAGIC, len(head), _put(file, head)))
+                file.flush()
+                os.fsync(file.fileno())
+            if folder.has(path.name):
+                folder.rename(path.name, _before(path).name)
+            folder.rename(fresh, path.name)
+            folder.sync()
     except OSError as error:
         raise FastPSError(
             f"a commit could not be written to {path}, where the one before it still is: {error}; "
@@ -68,16 +78,29 @@ def read(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
     If it is damaged, return those of the previous one, with a warning, and rename the damaged
     file, so that it never replaces the previous one. ConfigError if both are damaged or missing.
     """
+    try:
+        folder = open_folder(path.parent, is_made=False)
+    except FileNotFoundError as error:
+        raise _nothing_whole(path, error) from error
+    except OSError as error:
+        raise _not_trusted(error) from error
+    with folder:
+        return _read_last(folder, path, room)
+
+
+def _read_last(folder: Folder, path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
     before = _before(path)
     try:
-        return _read_one(path, room)
+        return _read_one(folder, path.name, room)
+    except PermissionError as error:  # another user's is not damaged, and stays as it is
+        raise _not_trusted(error) from error
     except (OSError, ValueError) as error:
-        if not before.exists():
+        if not folder.has(before.name):
             raise _nothing_whole(path, error) from error
-        if path.exists():
-            path.replace(path.with_suffix(".damaged"))
+        if folder.has(path.name):
+            folder.rename(path.name, path.with_suffix(".damaged").name)
         try:
-            saved = _read_one(before, room)
+            saved = _read_one(folder, before.name, room)
         except (OSError, ValueError) as other:
             raise _nothing_whole(before, other) from error
         _log.warning(
@@ -98,15 +121,22 @@ def _nothing_whole(path: Path, error: Exception) -> ConfigError:
     )
 
 
+def _not_trusted(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the commits of this job cannot be used: {text_of(error)}; FASTPS_COMMIT_DIR must be a "
+        "directory that only this user can write"
+    )
+
+
 def _put(file: BinaryIO, data: bytes | memoryview) -> bytes:
     """Write bytes and return their digest."""
     file.write(data)
     return _digest(data)
 
 
-def _read_one(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
+def _read_one(folder: Folder, name: str, room: Room[_T]) -> tuple[Any, list[_T]]:
     """Read one file; ValueError or OSError if it is not a complete commit."""
-    with path.open("rb") as file:
+    with folder.read(name) as file:
         size = os.fstat(file.fileno()).st_size
         head, left = _read_head(file, size)
         file.seek(0)
@@ -124,7 +154,7 @@ def _read_one(path: Path, room: Room[_T]) -> tuple[Any, list[_T]]:
     return head["value"], tensors
 
 
-def _read_head(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+def _read_head(file: BufferedReader, size: int) -> tuple[dict[str, Any], int]:
     """Return the head, and the number of bytes before it."""
     if size < _END.size:
         raise ValueError(f"{size} bytes are too few for a commit")
@@ -141,12 +171,3 @@ def _read_head(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
 
 def _digest(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=32).digest()
-
-
-def _keep_names(folder: Path) -> None:
-    """Write the names of a folder to disk, not only the contents of its files."""
-    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(place)
-    finally:
-        os.close(place)

@@ -38,6 +38,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 
 from fastps.errors import ConfigError, ViewChangedError
+from fastps.files import open_folder
 from fastps.frameworks import commits
 from fastps.frameworks.array_exchange import broadcast_in_place
 from fastps.frameworks.elastic_views import (
@@ -491,10 +492,10 @@ def _bytes_of(array: Array) -> memoryview:
 
 def _place(folder: str, number: int) -> Path:
     try:
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        open_folder(Path(folder)).close()
     except OSError as error:
         raise ConfigError(
-            f"FASTPS_COMMIT_DIR={folder!r} cannot be made: {error}; set it to a directory that "
-            "can be written"
+            f"FASTPS_COMMIT_DIR={folder!r} cannot be made or used: {error.strerror}; set it to a "
+            "directory that only this user can write"
         ) from None
     return Path(folder) / f"commit-{number}.fastps"

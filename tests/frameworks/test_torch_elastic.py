@@ -231,7 +231,7 @@ def test_one_commit_is_whole_whenever_a_write_ends(
         return call
 
     monkeypatch.setattr(os, "fsync", failing(os.fsync))
-    monkeypatch.setattr(Path, "replace", failing(Path.replace))
+    monkeypatch.setattr(os, "rename", failing(os.rename))
     for last in range(1, 6):
         calls, found = -1000, 2 * last
         commits.write(path, committed(found))

@@ -19,6 +19,7 @@ import pytest
 from fastps import _core, config
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import make_folders, open_folder, open_shared, read_file
+from fastps.frameworks import commits
 from fastps.launch import timeline
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.spans import RECORD
@@ -236,6 +237,39 @@ def test_a_trace_follows_no_link_and_is_private(tmp_path: Path) -> None:
     Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns).close()
     assert victim.read_text() == "precious"
     assert {mode_of(path) for path in folder.iterdir()} == {0o600}
+
+
+@needs_root
+def test_commits_of_another_user_are_not_loaded(theirs: Path, tmp_path: Path) -> None:
+    def room(_: object) -> tuple[None, memoryview]:
+        raise AssertionError("there are no tensors")
+
+    path = theirs / "commit-1.fastps"
+    for work in (
+        lambda: commits.write(path, {"epoch": 1}, [], []),
+        lambda: commits.read(path, room),
+        lambda: commits.exists(path),
+    ):
+        with pytest.raises(FastPSError, match=f"belongs to user {NOBODY}"):
+            work()
+    own = tmp_path / "own" / path.name
+    commits.write(own, {"epoch": 1}, [], [])
+    assert mode_of(own) == 0o600
+    assert commits.read(own, room) == ({"epoch": 1}, [])
+    os.chown(own, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=rf"cannot be used: .*belongs to user {NOBODY}"):
+        commits.read(own, room)
+    assert own.exists()  # not taken for damaged
+
+
+def test_a_commit_follows_no_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "commits"
+    folder.mkdir(mode=0o700)
+    (folder / "commit-1.new").symlink_to(victim)
+    commits.write(folder / "commit-1.fastps", {"epoch": 1}, [], [])
+    assert victim.read_text() == "precious"
 
 
 def test_a_disk_that_is_full_ends_no_program(
