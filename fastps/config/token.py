@@ -10,8 +10,10 @@ import logging
 import os
 import stat
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from fastps.errors import ConfigError
+from fastps.files import read_file
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ def read_secret(path: str, setting: str) -> bytes:
     if not path:
         return b""
     try:
-        with open(path, "rb") as file:
+        with read_file(Path(path)) as file:
             _check_private(path, setting, os.fstat(file.fileno()))
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:

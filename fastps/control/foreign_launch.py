@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import os
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from fastps.control import rendezvous
 from fastps.control.pmix import PmixBoard
 from fastps.control.rendezvous import Board
 from fastps.errors import ConfigError, TransportTimeout
+from fastps.files import open_shared
 from fastps.transport import sockets
 
 _MAX_BYTES = 65536
@@ -177,11 +177,12 @@ class FileBoard:
 
     def post(self, text: str) -> None:
         """Write the file atomically, replacing one that an earlier job left."""
-        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
-            draft.replace(self._path)
+            with (
+                open_shared(self._path.parent) as folder,
+                folder.replace(self._path.name) as file,
+            ):
+                file.write(text.encode())
         except OSError as error:
             raise ConfigError(
                 f"cannot write the rendezvous file to {self._path.parent}: {error}; set "
@@ -191,17 +192,22 @@ class FileBoard:
     def read(self, *, timeout_s: float) -> str:
         """Wait until the file is there."""
         for _ in sockets.attempts(time.monotonic() + timeout_s):
-            with contextlib.suppress(FileNotFoundError), self._path.open() as file:
-                status = os.fstat(file.fileno())
-                if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-                    raise ConfigError(
-                        f"{self._path} belongs to another user or is open to others, so it is "
-                        "not trusted; remove it"
-                    )
-                return file.read(_MAX_BYTES)
+            try:
+                with (
+                    open_shared(self._path.parent) as folder,
+                    folder.read(self._path.name, is_private=True) as file,
+                ):
+                    return file.read(_MAX_BYTES).decode()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise ConfigError(
+                    f"the rendezvous file {self._path} is not trusted ({error.strerror}); or set "
+                    "FASTPS_MEETING_DIR to a directory of this user alone"
+                ) from error
         raise TransportTimeout(f"rank 0 has left no file {self._path} within {timeout_s:.3g} s")
 
     def clear(self) -> None:
         """Remove the file."""
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError), open_shared(self._path.parent) as folder:
+            folder.remove(self._path.name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -348,7 +349,7 @@ def test_token_file_of_somebody_else_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "token"
     path.write_text(SECRET)
     path.chmod(0o600)
-    owned = os.stat_result((0o600, 0, 0, 1, os.geteuid() + 1, 0, 9, 0, 0, 0))
+    owned = os.stat_result((stat.S_IFREG | 0o600, 0, 0, 1, os.geteuid() + 1, 0, 9, 0, 0, 0))
     monkeypatch.setattr(os, "fstat", lambda descriptor: owned)
     with pytest.raises(ConfigError, match="belongs to user"):
         load({"token_file": path}, {}).token_bytes()

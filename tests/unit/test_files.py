@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fastps import _core, config
+from fastps.control.foreign_launch import FileBoard
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import make_folders, open_folder, open_shared, read_file
 from fastps.frameworks import commits
@@ -270,6 +271,34 @@ def test_a_commit_follows_no_link(tmp_path: Path) -> None:
     (folder / "commit-1.new").symlink_to(victim)
     commits.write(folder / "commit-1.fastps", {"epoch": 1}, [], [])
     assert victim.read_text() == "precious"
+
+
+@needs_root
+def test_a_meeting_waits_for_no_pipe_and_trusts_no_other_user(shared: Path) -> None:
+    board = FileBoard(shared / "board")
+    os.mkfifo(shared / "board", 0o600)
+    error = within(LIMIT_S, lambda: board.read(timeout_s=1))
+    assert isinstance(error, ConfigError)
+    assert "not a regular file" in str(error)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        board.post("secret")
+    (shared / "board").unlink()
+    (shared / "board").write_text("theirs")
+    os.chmod(shared / "board", 0o600)
+    os.chown(shared / "board", NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=rf"not trusted .*user {NOBODY}"):
+        board.read(timeout_s=1)
+    with pytest.raises(ConfigError, match=f"user {NOBODY}"):
+        board.post("secret")
+    assert (shared / "board").read_text() == "theirs"
+
+
+def test_a_token_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "token", 0o600)
+    environ = {"FASTPS_TOKEN_FILE": str(tmp_path / "token")}
+    error = within(LIMIT_S, lambda: config.load({"size": 2}, environ).token_bytes())
+    assert isinstance(error, ConfigError)
+    assert "not a regular file" in str(error)
 
 
 def test_a_disk_that_is_full_ends_no_program(
