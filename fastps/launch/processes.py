@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import IO, BinaryIO
 
+from fastps.files import Folder
 from fastps.launch import survival
 from fastps.launch.limits import StartError, memory_kills
 from fastps.launch.output import Screen, Stream, name_of
@@ -72,7 +73,7 @@ class Child(Subprocess):
         *,
         inherited: Mapping[str, str],
         screen: Screen,
-        output_dir: pathlib.Path | None,
+        output_dir: Folder | None,
     ) -> None:
         """Start the process; StartError when its program cannot be run."""
         self.role = spec.role
@@ -338,29 +339,13 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def hold_folder(path: pathlib.Path) -> pathlib.Path:
-    """Open a folder, made for this user alone if missing; return a path that cannot be swapped.
-
-    The path goes through the open descriptor. Raises OSError, also for a symbolic link.
-    """
-    former = os.umask(0o077)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    finally:
-        os.umask(former)
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return pathlib.Path(f"/proc/self/fd/{os.open(path, flags)}")
-
-
 def open_stream(
-    screen: Screen, role: str, *, rank: int, output_dir: pathlib.Path | None, is_error: bool
+    screen: Screen, role: str, *, rank: int, output_dir: Folder | None, is_error: bool
 ) -> Stream:
     """Return the stream of one pipe's lines to the screen and, with output_dir, to a file."""
     log: BinaryIO | None = None
     if output_dir is not None:
         kind = "stderr" if is_error else "stdout"
-        path = output_dir / f"{name_of(role, rank).replace(' ', '-')}.{kind}"
-        path.unlink(missing_ok=True)  # a new file is a regular file of ours, not a link or pipe
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        log = os.fdopen(os.open(path, flags, 0o600), "wb")
+        name = f"{name_of(role, rank).replace(' ', '-')}.{kind}"
+        log = os.fdopen(output_dir.make(name), "wb")
     return Stream(screen, role, rank=rank, is_error=is_error, log=log)

@@ -25,6 +25,7 @@ from fastps.config import Config, load, process_environment
 from fastps.config.closed_pipe import ends_quietly
 from fastps.config.token import hold_token
 from fastps.errors import ConfigError, FastPSError
+from fastps.files import open_folder, text_of
 from fastps.launch import timeline
 from fastps.launch.allocation import spread
 from fastps.launch.cause import Cause
@@ -56,7 +57,6 @@ from fastps.launch.processes import (
     Child,
     become_subreaper,
     give_terminal,
-    hold_folder,
     open_stream,
 )
 from fastps.launch.progress_line import ForwardedLine, LiveLine
@@ -200,7 +200,7 @@ def run_plan(
         on_cause=on_cause,
     )
     try:
-        folder = hold_folder(options.output_dir) if options.output_dir else None
+        folder = open_folder(options.output_dir) if options.output_dir else None
         if options.timeline is not None:
             timeline.clear(options.timeline)
         for spec in plan:
@@ -228,7 +228,7 @@ def run_plan(
     except BrokenPipeError:
         job.set_cause(no_reader())
     except OSError as error:  # of the output files
-        job.set_cause(Cause(str(error), 1))
+        job.set_cause(Cause(text_of(error), 1))
     cause = job.run()
     if not options.layout.needs_scheduler:
         give_terminal(os.getpgrp())
