@@ -3,8 +3,10 @@
 
 Over an abstract Unix socket, whose name has job, role and number, for processes of the same user;
 `watch.py` finds them there. Also over TCP where FASTPS_METRICS_PORT is set, on the loopback by
-default, for clients that show the token where one is set. Threads: fastps:status, one for each
-socket, which sleep until a client asks; nothing is counted for them.
+default, for clients that show the token where one is set. Without a token a request must name this
+machine as its host, so that no web page can ask through a browser by a name of its own. Threads:
+fastps:status, one for each socket, which sleep until a client asks, and one for each client that
+asks, up to MAX_CLIENTS a socket; nothing is counted for them.
 """
 
 from __future__ import annotations
@@ -15,17 +17,16 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastps.config import Config
 from fastps.config.token import read_secret
 from fastps.errors import ConfigError
+from fastps.telemetry.http_request import Request, host_name, read_request, send_answer
 from fastps.transport import sockets
 from fastps.transport.traffic import Traffic, together
-
-if TYPE_CHECKING:
-    from http.server import BaseHTTPRequestHandler
 
 PREFIX = "fastps-status"
 # The numbers of statistics() that may fall again; all others only grow.
@@ -33,9 +34,11 @@ GAUGES = frozenset({
     "step_seconds", "exposed_share", "exposed_share_of_step", "credit_bytes", "links", "tensors",
     "size", "members", "half_open", "generation",
 })  # fmt: skip
-_ANSWER_S = 5.0  # for a client to send its request, and to read the answer
+MAX_CLIENTS = 8  # at one time, of one socket; the kernel lets more of them wait
+_ANSWER_S = 5.0  # for a client to send its request, and to read the answer; both together
 _STOP_S = 5.0
-JSON, METRICS = "application/json", "text/plain; version=0.0.4; charset=utf-8"
+TEXT, JSON = "text/plain", "application/json"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
 
 Numbers = Mapping[str, float]
 Links = Sequence[Mapping[str, str | int]]  # each: peer, way, bytes_sent, bytes_received
@@ -64,7 +67,10 @@ class StatusService:
                        "pid": os.getpid(), "host": socket.gethostname()}  # fmt: skip
         self._tell, self._links = tell, links
         self._secret = read_secret(config.metrics_token_file, "FASTPS_METRICS_TOKEN_FILE")
+        self._hosts = {"localhost", config.metrics_host.lower()}
         self._listeners: list[socket.socket] = []
+        self._clients: dict[threading.Thread, socket.socket] = {}  # that are answered now
+        self._lock = threading.Lock()  # of the line above
         try:
             for one in self._open(config, slot):
                 self._listeners.append(one)
@@ -104,45 +110,98 @@ class StatusService:
 
     def close(self) -> None:
         """Stop; idempotent."""
+        deadline = time.monotonic() + _STOP_S
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
-        for thread in self._threads:
-            thread.join(_STOP_S)
+        with self._lock:
+            clients = dict(self._clients)
+            for sock in clients.values():
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        for thread in (*clients, *self._threads):
+            thread.join(max(deadline - time.monotonic(), 0.0))
         sockets.close_all(self._listeners)
 
     def abandon(self) -> None:
         """Close the descriptors in a forked child."""
-        sockets.close_all(self._listeners)
+        sockets.close_all([*self._listeners, *self._clients.values()])
 
     # ---- on a thread of the service ----
 
     def _serve(self, listener: socket.socket) -> None:
+        places = threading.BoundedSemaphore(MAX_CLIENTS)
         with contextlib.suppress(OSError):
             while True:
-                sock, address = listener.accept()
-                with sock, contextlib.suppress(OSError):
-                    sock.settimeout(_ANSWER_S)
-                    if not sockets.is_unix(sock) or sockets.is_own_user(sock):
-                        make_handler()(sock, address, self)  # type: ignore[arg-type]
+                places.acquire()  # _ANSWER_S at most, which is a client's time
+                sock, _ = listener.accept()
+                if sockets.is_unix(sock) and not sockets.is_own_user(sock):
+                    sock.close()
+                    places.release()
+                    continue
+                thread = threading.Thread(
+                    target=self._serve_client, args=[sock, places], name="fastps:status",
+                    daemon=True,
+                )  # fmt: skip
+                with self._lock:
+                    self._clients[thread] = sock
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads; the next client may have one
+                    self._clients.pop(thread).close()
+                    places.release()
 
-    def answer(self, path: str, shown: str, *, is_known: bool) -> tuple[int, str, bytes]:
+    def _serve_client(self, sock: socket.socket, places: threading.Semaphore) -> None:
+        deadline = time.monotonic() + _ANSWER_S
+        try:
+            with sock, contextlib.suppress(OSError):
+                try:
+                    request = read_request(sock, deadline)
+                    found = self.answer(request, is_known=sockets.is_unix(sock))
+                except ValueError:
+                    found = 400, TEXT, b"this is not a request of HTTP/1\n"
+                status, kind, body = found
+                send_answer(sock, deadline, status=status, kind=kind, body=body)
+        finally:
+            with self._lock:
+                del self._clients[threading.current_thread()]
+            places.release()
+
+    def answer(self, request: Request, *, is_known: bool) -> tuple[int, str, bytes]:
         """Return status, type and body of an answer.
 
-        shown: the header Authorization. is_known: the kernel has checked the client's user.
+        is_known: the kernel has checked the client's user.
         """
-        wanted = b"Bearer " + self._secret
-        if self._secret and not is_known and not hmac.compare_digest(shown.encode(), wanted):
-            return 401, "text/plain", b"show the token of FASTPS_METRICS_TOKEN_FILE\n"
+        if self._secret and not is_known:
+            wanted = b"Bearer " + self._secret
+            if not hmac.compare_digest(request.authorization, wanted):
+                return 401, TEXT, b"show the token of FASTPS_METRICS_TOKEN_FILE\n"
+        elif not is_known and not self._is_our_name(request.host):
+            return (
+                421,
+                TEXT,
+                (
+                    b"this port is of the loopback: ask for localhost or an address, or set "
+                    b"FASTPS_METRICS_TOKEN_FILE\n"
+                ),
+            )
+        if request.method != "GET":
+            return 501, TEXT, b"there is only GET\n"
+        path = request.path
         if path == "/status.json":
             found = {"numbers": dict(self._tell()), "links": list(self._links())}
             return 200, JSON, json.dumps(self._about | found).encode()
         if path != "/metrics":
-            return 404, "text/plain", b"there are /metrics and /status.json\n"
+            return 404, TEXT, b"there are /metrics and /status.json\n"
         try:
             return 200, METRICS, render(self._about, self._tell(), self._links())
         except ImportError:
-            return 501, "text/plain", b"needs `pip install prometheus-client`\n"
+            return 501, TEXT, b"needs `pip install prometheus-client`\n"
+
+    def _is_our_name(self, host: str) -> bool:
+        """Return whether a header Host cannot be the name of a foreign web page."""
+        name = host_name(host).lower()
+        return not host or name in self._hosts or sockets.is_loopback(name)
 
 
 def links_of(found: Iterable[Traffic], members: Sequence[Any]) -> Links:
@@ -193,27 +252,3 @@ def render(about: Mapping[str, Any], numbers: Numbers, links: Links) -> bytes:
     registry.register(Numbered())
     text: bytes = generate_latest(registry)
     return text
-
-
-def make_handler() -> type[BaseHTTPRequestHandler]:
-    """Return the class that answers one request; its server is a StatusService."""
-    # imported here: http.server costs 10 MB, and most processes are never asked
-    from http.server import BaseHTTPRequestHandler  # noqa: PLC0415
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, kind, body = self.server.answer(  # type: ignore[attr-defined]
-                self.path,
-                self.headers.get("Authorization", ""),
-                is_known=sockets.is_unix(self.connection),
-            )
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing: scrapers ask all the time."""
-
-    return Handler
