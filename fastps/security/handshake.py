@@ -6,17 +6,18 @@ Mutual challenge-response with HMAC-SHA256, four messages of fixed size:
     client -> server  hello      magic, version, purpose, options, sender, lane, client nonce
     server -> client  challenge  magic, version, status, options, server nonce, server proof
     client -> server  proof      client proof
-    server -> client  accept     magic, version, status, 0
+    server -> client  accept     magic, version, status, 0, server's last proof
 
 server proof = HMAC(key, "server" || hello || challenge without its proof)
 client proof = HMAC(key, "client" || hello || whole challenge)
+last proof   = HMAC(key, "accept" || hello || challenge || client proof || accept without proof)
 
-Both proofs cover both nonces and all messages so far, so none can be replayed, used for another
-purpose, sender or lane, or reflected. An option is a bit that either side may set: the union holds
-for the connection, and since the proofs cover both bytes, nobody between them can clear one.
-Decides which connections are accepted; never touches a socket or a clock: callers move the bytes
-and bound the time. An object serves one connection, on one thread. The handshake does not encrypt
-or authenticate what follows on the connection.
+All proofs cover both nonces and all messages so far, so none can be replayed, used for another
+purpose, sender or lane, or reflected. A refusal of the token has no proof, only zeros. An option is
+a bit that either side may set: the union holds for the connection, and since the proofs cover both
+bytes, nobody between them can clear one. Decides which connections are accepted; never touches a
+socket or a clock: callers move the bytes and bound the time. An object serves one connection, on
+one thread. The handshake does not encrypt or authenticate what follows on the connection.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PROOF_BYTES = 32
 
 _HELLO = struct.Struct("<4sHBBII16s")
 _CHALLENGE = struct.Struct("<4sHBB16s32s")
-_ACCEPT = struct.Struct("<4sHBx")
+_ACCEPT = struct.Struct("<4sHBx32s")
 HELLO_BYTES = _HELLO.size
 CHALLENGE_BYTES = _CHALLENGE.size
 ACCEPT_BYTES = _ACCEPT.size
@@ -131,6 +132,7 @@ class ClientHandshake:
         self._hello = _HELLO.pack(
             MAGIC, PROTOCOL_VERSION, Purpose(purpose), options, sender, lane, nonce
         )
+        self._answered = b""  # the challenge, and our proof
         self._step = "hello"
 
     def hello(self) -> bytes:
@@ -153,14 +155,20 @@ class ClientHandshake:
         if not hmac.compare_digest(proof, expected):
             raise AuthError(f"the peer does not know the job token; {_TOKEN_ADVICE}")
         self.options |= Option(options)
-        return _prove(self._key, b"client", self._hello, challenge)
+        proof = _prove(self._key, b"client", self._hello, challenge)
+        self._answered = challenge + proof
+        return proof
 
     def finish(self, accept: bytes) -> None:
-        """Check the server's last message. Raises AuthError when it refused."""
+        """Check the server's last message. Raises AuthError for a refusal, or without proof."""
         self._step = _advance(self._step, "finish", "done")
         _check_length(accept, ACCEPT_BYTES, "accept")
-        magic, version, status = _ACCEPT.unpack(accept)
+        magic, version, status, proof = _ACCEPT.unpack(accept)
         _check_head(magic, version)
+        if status in (Status.OK, Status.NO_PLACE):
+            rest = self._answered + accept[:-PROOF_BYTES]
+            if not hmac.compare_digest(proof, _prove(self._key, b"accept", self._hello, rest)):
+                raise AuthError(f"the peer's last message is not proven; {_TOKEN_ADVICE}")
         _check_status(status)
 
     def steps(self) -> Steps[None]:
@@ -196,6 +204,7 @@ class ServerHandshake:
         self._random_bytes = random_bytes
         self._step = "challenge"
         self._expected = b""
+        self._hello = self._challenge = b""
         self.refusal = b""
         self.purpose = Purpose.CONTROL
         self.sender = 0
@@ -235,6 +244,7 @@ class ServerHandshake:
         self.options |= Option(options)
         challenge = head + _prove(self._claim.key, b"server", hello, head)
         self._expected = _prove(self._claim.key, b"client", hello, challenge)
+        self._hello, self._challenge = hello, challenge
         return challenge
 
     def accept(self, proof: bytes) -> bytes:
@@ -244,10 +254,15 @@ class ServerHandshake:
         """
         self._step = _advance(self._step, "accept", "done")
         if not hmac.compare_digest(proof, self._expected):
-            self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.WRONG_TOKEN)
+            self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.WRONG_TOKEN, b"")
             raise AuthError(self._claim.unproven)
-        self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.NO_PLACE)
-        return _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.OK)
+        self.refusal = self._last(Status.NO_PLACE, proof)
+        return self._last(Status.OK, proof)
+
+    def _last(self, status: Status, proof: bytes) -> bytes:
+        head = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, status, b"")[:-PROOF_BYTES]
+        rest = self._challenge + proof + head
+        return head + _prove(self._claim.key, b"accept", self._hello, rest)
 
     def steps(self) -> Steps[bytes]:
         """Take all steps in their order; return the last message, still to be sent."""

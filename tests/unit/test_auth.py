@@ -119,7 +119,7 @@ def test_sizes_are_fixed():
         handshake.PROOF_BYTES,
         handshake.ACCEPT_BYTES,
     )
-    assert sizes == (32, 56, 32, 8)
+    assert sizes == (32, 56, 32, 40)
     client, server = make_client(), ServerHandshake(KEY)
     seen = []
     talk(client, server, lambda step, data: seen.append(len(data)) or data)
@@ -132,14 +132,17 @@ def test_layout_of_the_hello():
 
 
 def test_proofs_by_hand():
-    """Compute both proofs from the formulas of the module's head."""
+    """Compute all proofs from the formulas of the module's head."""
     hello = make_client(random_bytes=lambda n: b"c" * n).hello()
     server = ServerHandshake(KEY, random_bytes=lambda n: b"s" * n)
     challenge = server.challenge(hello)
     head = b"FPSH" + struct.pack("<HBB", 3, 0, 0) + b"s" * 16
     proof = hmac.new(KEY, b"server" + hello + head, hashlib.sha256).digest()
     assert challenge == head + proof
-    server.accept(hmac.new(KEY, b"client" + hello + challenge, hashlib.sha256).digest())
+    answer = hmac.new(KEY, b"client" + hello + challenge, hashlib.sha256).digest()
+    head = b"FPSH" + struct.pack("<HBB", 3, 0, 0)
+    last = hmac.new(KEY, b"accept" + hello + challenge + answer + head, hashlib.sha256).digest()
+    assert server.accept(answer) == head + last
 
 
 def test_version_is_that_of_the_frames():
@@ -304,22 +307,32 @@ def test_unknown_status_is_refused():
     client = make_client()
     client.answer(ServerHandshake(KEY).challenge(client.hello()))
     with pytest.raises(ProtocolError, match="status 77"):
-        client.finish(b"FPSH" + struct.pack("<HBB", handshake.PROTOCOL_VERSION, 77, 0))
+        client.finish(b"FPSH" + struct.pack("<HBB32s", handshake.PROTOCOL_VERSION, 77, 0, b""))
 
 
 @given(st.integers(0, 3), st.integers(0), st.integers(1, 255))
 def test_a_flipped_byte_is_never_accepted(step, place, mask):
-    """Wherever the byte is, one side raises; only the accept's unused byte may differ."""
+    """Wherever the byte is, one side raises."""
     server, client = ServerHandshake(KEY), make_client()
 
     def flip(index: int, data: bytes) -> bytes:
         if index != step:
             return data
-        at = place % (len(data) - (1 if index == 3 else 0))
+        at = place % len(data)
         return data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
 
     with pytest.raises(FastPSError):
         talk(client, server, flip)
+
+
+@pytest.mark.parametrize("status", [Status.OK, Status.NO_PLACE])
+def test_a_last_message_that_the_server_has_not_proven_is_refused(status):
+    """It was believed, whoever had put it between."""
+    client = make_client()
+    client.answer(ServerHandshake(KEY).challenge(client.hello()))
+    forged = b"FPSH" + struct.pack("<HBB32s", handshake.PROTOCOL_VERSION, status, 0, b"")
+    with pytest.raises(AuthError, match="not proven"):
+        client.finish(forged)
 
 
 @given(st.binary(max_size=100))
@@ -368,7 +381,7 @@ def test_secrets_are_compared_in_constant_time():
     compared = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Compare)]
     assert not [text for text in compared if "proof" in text or "expected" in text.split("!=")[0]]
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assert calls.count("hmac.compare_digest") == 2
+    assert calls.count("hmac.compare_digest") == 3
 
 
 def test_numbers_that_travel_do_not_move():
