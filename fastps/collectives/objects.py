@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fastps.errors import ProtocolError
+
 # MessagePack extension codes
 TUPLE, SET, ARRAY, INTEGER, PAIRS, ORDERED, NAMESPACE, PATH, DTYPE, ENUM, NAMED, TEXT = range(
     1, 13
@@ -30,6 +32,14 @@ _SUPPORTED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and dtypes, Path, "
     "argparse.Namespace, Enum and named tuples"
 )
+
+
+# What decoding raises for bytes that encode_object() does not make: from msgspec (a ValueError),
+# from unpacking, from NumPy's parser of dtypes, and from a class that has no such member.
+_MALFORMED = (
+    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, SyntaxError,
+    RecursionError,
+)  # fmt: skip
 
 
 class Unsendable:
@@ -45,8 +55,12 @@ def encode_object(obj: Any) -> bytes:
 
 
 def decode_object(data: bytes) -> Any:
-    """Decode what encode_object made; ValueError when it is malformed."""
-    return _from_plain(msgspec.msgpack.decode(data))
+    """Decode what encode_object made. Raises ProtocolError when it is malformed."""
+    try:
+        return _from_plain(msgspec.msgpack.decode(data))
+    except _MALFORMED as error:
+        text = f"{type(error).__name__}: {error}"
+        raise ProtocolError(f"an object of another process is malformed ({text})") from error
 
 
 def encode_for_all(obj: Any, most: float = math.inf) -> bytes:
@@ -72,7 +86,10 @@ def refusal_of(error: Exception) -> bytes:
 
 def decode_of(rank: int, data: bytes) -> Any:
     """Decode what encode_for_all() made on a worker; TypeError if that could not travel."""
-    is_whole, found = decode_object(data)
+    found = decode_object(data)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ProtocolError(f"worker {rank} sent an object that is malformed")
+    is_whole, found = found
     if not is_whole:
         raise TypeError(f"worker {rank} could not send its object: {found}")
     return found
@@ -149,12 +166,15 @@ def _name_of(obj: Any) -> tuple[str, str]:
 
 
 def _class_of(module: str, name: str) -> Any:
-    """Look a class up where it is defined; ValueError if this process does not have it."""
+    """Look a class up where it is defined; ProtocolError if this process lacks it."""
     found: Any = sys.modules.get(module)
     for part in str(name).split("."):
         found = None if found is None else vars(found).get(part)
     if not isinstance(found, type):
-        raise ValueError(f"the class {module}.{name} of a broadcast object is not imported here")
+        raise ProtocolError(
+            f"the class {module}.{name} of a broadcast object is not imported here; import its "
+            "module on all workers"
+        )
     return found
 
 
@@ -191,7 +211,7 @@ def _named(items: list[Any]) -> Any:
     """Make a named tuple, without calling anything of its class."""
     kind, values = _class_of(*items[:2]), [_from_plain(item) for item in items[2]]
     if not _is_named(kind) or len(values) != len(kind._fields):
-        raise ValueError(f"{items[1]} is no named tuple of {len(values)} here")
+        raise ProtocolError(f"{items[1]} is no named tuple of {len(values)} here")
     return tuple.__new__(kind, values)
 
 
@@ -199,7 +219,7 @@ def _member(items: list[Any]) -> Any:
     """Return the member of an Enum."""
     kind, name = _class_of(*items[:2]), items[2]
     if not issubclass(kind, enum.Enum) or name not in kind._member_map_:
-        raise ValueError(f"{items[1]}.{name} is no member of an Enum here")
+        raise ProtocolError(f"{items[1]}.{name} is no member of an Enum here")
     return kind._member_map_[name]
 
 

@@ -803,8 +803,11 @@ def pack_spec(spec: TensorSpec) -> bytes:
 
 
 def unpack_spec(data: bytes) -> TensorSpec:
-    """Decode another worker's declaration."""
-    return _to_spec.decode(data)
+    """Decode another worker's declaration; ProtocolError if it is malformed."""
+    try:
+        return _to_spec.decode(data)
+    except _MALFORMED as error:
+        raise ProtocolError(f"a declaration of another worker is malformed: {error}") from error
 
 
 def body_nbytes(prefix: bytes) -> int:

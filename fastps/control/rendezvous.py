@@ -13,12 +13,12 @@ import atexit
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from fastps.config import DAY_S, Config
 from fastps.control.scheduler_thread import HostedScheduler
-from fastps.errors import ConfigError
+from fastps.errors import ConfigError, ProtocolError
 from fastps.transport import sockets
 from fastps.transport.interfaces import own_address
 
@@ -73,7 +73,12 @@ def host(
 
 def find(board: Board, *, timeout_s: float) -> dict[str, object]:
     """Wait until rank 0 has posted how to join, and return that; ConfigError if it failed."""
-    job: Mapping[str, object] = json.loads(board.read(timeout_s=timeout_s))
+    try:
+        job = json.loads(board.read(timeout_s=timeout_s))
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"what rank 0 has posted is malformed: {error}") from error
+    if not isinstance(job, dict):
+        raise ProtocolError("what rank 0 has posted is malformed: it is not an object")
     if "error" in job:
         raise ConfigError(f"rank 0 could not host the job's scheduler: {job['error']}")
     known = ("scheduler_host", "scheduler_port", "token")

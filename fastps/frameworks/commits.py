@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar
 
 from fastps.collectives.objects import decode_object, encode_object
-from fastps.errors import ConfigError, FastPSError
+from fastps.errors import ConfigError, FastPSError, ProtocolError
 from fastps.files import Folder, open_folder, text_of
 
 _log = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ def _read_last(folder: Folder, path: Path, room: Room[_T]) -> tuple[Any, list[_T
         return _read_one(folder, path.name, room)
     except PermissionError as error:  # another user's is not damaged, and stays as it is
         raise _not_trusted(error) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ProtocolError) as error:
         if not folder.has(before.name):
             raise _nothing_whole(path, error) from error
         if folder.has(path.name):
             folder.rename(path.name, path.with_suffix(".damaged").name)
         try:
             saved = _read_one(folder, before.name, room)
-        except (OSError, ValueError) as other:
+        except (OSError, ValueError, ProtocolError) as other:
             raise _nothing_whole(before, other) from error
         _log.warning(
             "the last commit %s is damaged (%s): training continues from the previous one, %s",

@@ -24,6 +24,9 @@ from fastps.collectives.objects import (
     encode_for_all,
     encode_object,
 )
+from fastps.control.protocol import unpack_spec
+from fastps.control.rendezvous import find
+from fastps.errors import ProtocolError
 
 SCALARS = (
     st.none()
@@ -134,10 +137,10 @@ def test_what_settings_hold_comes_back_as_what_it_is(value):
 def test_a_class_is_only_looked_up(module):
     for code in (10, 11):
         data = msgspec.msgpack.encode([module, "system", ["touch", "x"]])
-        with pytest.raises(ValueError, match="not imported here"):
+        with pytest.raises(ProtocolError, match="not imported here"):
             decode_object(msgspec.msgpack.encode(msgspec.msgpack.Ext(code, data)))
     data = msgspec.msgpack.encode([__name__, "Point", [1]])
-    with pytest.raises(ValueError, match="no named tuple of 1"):
+    with pytest.raises(ProtocolError, match="no named tuple of 1"):
         decode_object(msgspec.msgpack.encode(msgspec.msgpack.Ext(11, data)))
 
 
@@ -149,8 +152,56 @@ def test_other_types_are_named(value):
 
 @given(st.binary(max_size=64))
 def test_garbage_is_an_error_or_a_plain_value(data):
-    with contextlib.suppress(ValueError, TypeError, msgspec.DecodeError):
+    with contextlib.suppress(ProtocolError):
         decode_object(data)
+
+
+def extension(code: int, *items: object) -> bytes:
+    """Make an extension as a liar would."""
+    data = msgspec.msgpack.encode(list(items))
+    return msgspec.msgpack.encode(msgspec.msgpack.Ext(code, data))
+
+
+@pytest.mark.parametrize("data", [
+    extension(3, "f4", [2]),  # too few: ValueError
+    extension(3, "(", None, b""),  # SyntaxError of NumPy
+    extension(3, {}, None, b""),  # KeyError or TypeError
+    extension(3, "f4", None, b""),  # IndexError
+    extension(2, []),  # TypeError: not hashable
+    extension(5, 1),  # TypeError: not iterable
+    extension(8, 1),  # TypeError
+    extension(9, "no such"),
+    extension(10, "sys", "version.x.y", []),
+    extension(10, "enum", "Enum", []),  # no hash
+    extension(99),
+    b"\x91" * 5000 + b"\x01",  # RecursionError
+    b"\xc1",
+])  # fmt: skip
+def test_what_a_liar_sends_is_an_error_of_the_protocol(data):
+    with pytest.raises(ProtocolError, match=r"is malformed|not imported here|is no member"):
+        decode_object(data)
+
+
+@pytest.mark.parametrize("data", [b"\x01", encode_object([True, 1]), encode_object((1, 2, 3))])
+def test_an_answer_that_is_no_pair_is_an_error_of_the_protocol(data):
+    with pytest.raises(ProtocolError, match="worker 3"):
+        decode_of(3, data)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x91" * 5000 + b"\x01", b"\xa1\xff"])
+def test_a_declaration_of_a_liar_is_an_error_of_the_protocol(data):
+    with pytest.raises(ProtocolError, match="declaration of another worker is malformed"):
+        unpack_spec(data)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "1", "[" * 100000])
+def test_what_a_liar_posts_is_an_error_of_the_protocol(text):
+    class Posted:
+        def read(self, *, timeout_s: float) -> str:
+            return text
+
+    with pytest.raises(ProtocolError, match="rank 0 has posted"):
+        find(Posted(), timeout_s=1)
 
 
 def test_why_a_framework_could_not_make_an_object_plain_travels() -> None:
