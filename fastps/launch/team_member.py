@@ -116,7 +116,9 @@ def run_cell(source: str) -> None:
 
 def main() -> None:
     """Serve the driver at the other end of the inherited socket."""
-    Member(socket.socket(fileno=int(sys.argv[1]))).serve()
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)  # programs that cells start must not send this process orders
+    Member(sock).serve()
     current.shutdown()
 
 

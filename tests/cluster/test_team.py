@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import textwrap
@@ -128,6 +130,20 @@ def returns(what):
     if fastps.rank() == 1:
         return {"fragile": Fragile, "locked": threading.Lock}[what]()
     return None
+
+
+def inheritable_sockets():
+    """List the sockets that a program started here would have."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and os.get_inheritable(int(name)):
+                found.append(int(name))
+    return found
+
+
+def test_programs_that_a_worker_starts_cannot_write_to_its_driver():
+    assert fastps.run(inheritable_sockets, np=2) == [[], []]
 
 
 def test_what_a_worker_raised_or_returned_is_told_whatever_it_is():
