@@ -6,10 +6,13 @@ Knows no other setting. No error and no log line contains a token. Threads: any.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fastps.errors import ConfigError
@@ -19,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 4096
 MIN_BYTES = 16  # shorter tokens can be guessed from one recorded handshake
+MIN_BITS = 24  # by information_bits(), of which 16 random digits have 25 or more
+TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"
 
 
 def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
@@ -35,9 +40,29 @@ def read_token(token: str, path: str, *, is_needed: bool) -> bytes:
     elif len(secret) < MIN_BYTES:
         raise ConfigError(
             f"the job token has {len(secret)} bytes and can be guessed; FASTPS_TOKEN or "
-            f"FASTPS_TOKEN_FILE must hold at least {MIN_BYTES}"
+            f"FASTPS_TOKEN_FILE must hold at least {MIN_BYTES}: {TOKEN_RECIPE}"
+        )
+    elif information_bits(secret) < MIN_BITS:
+        raise ConfigError(
+            "the job token repeats or counts, and can be guessed; FASTPS_TOKEN or "
+            f"FASTPS_TOKEN_FILE must hold random characters: {TOKEN_RECIPE}"
         )
     return secret
+
+
+def information_bits(secret: bytes) -> float:
+    """Return a bound of the information in a token: in its bytes, and in their differences.
+
+    Of a token that repeats a part, the part counts. No dictionary: words pass.
+    """
+    part = secret[: (secret + secret).index(secret, 1)] if secret else b""
+    return min(_entropy(part), _entropy(b - a for a, b in itertools.pairwise(part)))
+
+
+def _entropy(symbols: Iterable[int]) -> float:
+    """Return the bits of symbols that are drawn as often as they occur (Shannon 1948)."""
+    counts = Counter(symbols).values()
+    return -sum(n * math.log2(n / sum(counts)) for n in counts)
 
 
 def read_secret(path: str, setting: str) -> bytes:

@@ -94,7 +94,6 @@ workers end with code 0 but never joined one job, although they trained or tried
 Ctrl-C goes to the workers; a second Ctrl-C ends everything at once. SIGUSR1, SIGUSR2 and SIGALRM,
 such as SLURM's --signal=B:USR1@60, are forwarded to the workers on all machines.
 """
-TOKEN_RECIPE = "(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > job.token)"
 
 
 _seconds = number("a positive number of seconds", float, 1e-6, 1e9)

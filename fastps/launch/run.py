@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
 from fastps.config.closed_pipe import ends_quietly
-from fastps.config.token import hold_token
+from fastps.config.token import TOKEN_RECIPE, hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import open_folder, text_of
 from fastps.launch import timeline
@@ -40,7 +40,7 @@ from fastps.launch.job import Job, SignalInbox, no_reader
 from fastps.launch.leader import lead
 from fastps.launch.limits import StartError, hold_standard_streams, provide_descriptors
 from fastps.launch.messenger import Messenger
-from fastps.launch.options import TOKEN_RECIPE, Options, parse
+from fastps.launch.options import Options, parse
 from fastps.launch.output import Screen, Stream
 from fastps.launch.plan import (
     SERVER_COMMAND,
@@ -370,7 +370,7 @@ def _check_token(settings: Config, *, is_missing: bool) -> None:
         settings.token_bytes()
     except ConfigError as error:
         if not is_missing:
-            raise ConfigError(f"{error}; make a new token with: {TOKEN_RECIPE}") from error
+            raise
         raise ConfigError(
             "several machines need a secret token, the same on all of them. Make one with: "
             f"{TOKEN_RECIPE}; copy the file to every machine and add --token-file job.token, or "

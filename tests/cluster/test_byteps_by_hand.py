@@ -73,7 +73,7 @@ def job_of(secret: str, machines: int) -> dict[str, str]:
 def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     train = [sys.executable, "train.py"]
-    more = job_of("0123456789abcdef" * 2, 2)
+    more = job_of("9f3a61c07be2d584" * 2, 2)
     first, size = (SERVER, 1) if by == "fastps-server" else ([*LAUNCH, "nothing"], 2)
     if size == 2:
         more["BYTEPS_LOCAL_SIZE"] = "2"
@@ -97,7 +97,7 @@ def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
 def test_validators_run_the_program_of_the_workers(tmp_path: Path, by: str, workers: int) -> None:
     (tmp_path / "train.py").write_text(ZENO)
     train = [sys.executable, "train.py", "--to", "the", "program"]
-    more = job_of("0123456789abcdef" * 2, workers) | {"DMLC_NUM_VALIDATOR": "2"}
+    more = job_of("9f3a61c07be2d584" * 2, workers) | {"DMLC_NUM_VALIDATOR": "2"}
     ours = SERVER if by == "fastps-server" else [*LAUNCH, "nothing"]
     parts = [start(ours, tmp_path, DMLC_ROLE=role, **more) for role in ("scheduler", "server")]
     judge = [*SERVER, "--role", "validator", "--"] if by == "fastps-server" else LAUNCH

@@ -242,7 +242,7 @@ def launched(**settings: object) -> LaunchedScheduler:
     """Return a scheduler for two workers that do not come."""
     from fastps.config import load  # noqa: PLC0415
 
-    given = {"size": 2, "token": "0123456789abcdef", "job_id": "job", "start_watch_s": 0.0}
+    given = {"size": 2, "token": "9f3a61c07be2d584", "job_id": "job", "start_watch_s": 0.0}
     listeners = sockets.listen("127.0.0.1", 0)
     return LaunchedScheduler(
         load(given | settings, {}), listeners, others=0, patience_s=0.1, machines={}

@@ -519,7 +519,7 @@ def test_what_workers_start_does_not_inherit_the_token(job, is_by_hand, monkeypa
         print("looked")
     """
     if is_by_hand:
-        monkeypatch.setenv("FASTPS_TOKEN", "0123456789abcdef0123456789abcdef")
+        monkeypatch.setenv("FASTPS_TOKEN", "9f3a61c07be2d5849f3a61c07be2d584")
         monkeypatch.setenv("FASTPS_JOB_ID", job.job_id)
         result = job.run([sys.executable, job.write("train.py", code)])
     else:
@@ -530,7 +530,7 @@ def test_what_workers_start_does_not_inherit_the_token(job, is_by_hand, monkeypa
 
 def test_token_of_a_file_stays_with_the_launcher(job):
     token = job.folder / "job.token"
-    token.write_text("0123456789abcdef0123456789abcdef")
+    token.write_text("9f3a61c07be2d5849f3a61c07be2d584")
     token.chmod(0o600)
     code = """
         import json, os
@@ -545,7 +545,7 @@ def test_token_of_a_file_stays_with_the_launcher(job):
     result = job.run(job.python("-np", "2", "--token-file", str(token), code=code))
     assert result.returncode == 2
     assert "has mode 0644" in last_line(result)
-    assert "make a new token with: (umask 077;" in last_line(result)
+    assert "run `chmod 600 " in last_line(result)
 
 
 def test_reader_that_goes_away_ends_the_job(job):

@@ -58,7 +58,7 @@ def test_rank_0_can_be_met_at_the_master_s_port(words):
 def test_launchers_that_cannot_ask_each_other_agree(tmp_path):
     token = tmp_path / "job.token"
     token.touch(mode=0o600)
-    token.write_text("0123456789abcdef" * 2)
+    token.write_text("9f3a61c07be2d584" * 2)
     words = ("--scheduler-host", "127.0.0.1", "--scheduler-port", str(free_port()), "-np", "1,2",
              "--token-file", str(token), "--machine-rank")  # fmt: skip
     with launch(*words, "0") as first, launch(*words, "1") as second:
@@ -73,7 +73,7 @@ def test_launchers_that_cannot_ask_each_other_agree(tmp_path):
 def test_a_port_that_is_taken_is_said(tmp_path):
     token = tmp_path / "job.token"
     token.touch(mode=0o600)
-    token.write_text("0123456789abcdef" * 2)
+    token.write_text("9f3a61c07be2d584" * 2)
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         job = subprocess.run(

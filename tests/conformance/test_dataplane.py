@@ -50,7 +50,7 @@ class Client:
 
 @pytest.fixture
 def config() -> Config:
-    settings = {"host": "127.0.0.1", "token": "0123456789abcdef", "shutdown_timeout_s": 5.0}
+    settings = {"host": "127.0.0.1", "token": "9f3a61c07be2d584", "shutdown_timeout_s": 5.0}
     return load(settings, {})
 
 
@@ -127,7 +127,7 @@ def test_workers_of_a_new_generation_may_be_on_other_machines(
 
 
 def test_doors_without_unix_sockets(config: Config) -> None:
-    settings = {"host": "127.0.0.1", "token": "0123456789abcdef", "unix_sockets": False}
+    settings = {"host": "127.0.0.1", "token": "9f3a61c07be2d584", "unix_sockets": False}
     doors = open_listeners(load(settings, {}), port=0)
     try:
         assert doors.unix == ""

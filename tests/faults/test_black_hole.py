@@ -48,7 +48,7 @@ def test_after_10_s_without_acknowledgement_the_mtu_is_a_suspect(tmp_path, setti
     program, token = tmp_path / "train.py", tmp_path / "job.token"
     program.write_text(PROGRAM)
     token.touch(0o600)
-    token.write_text("0123456789abcdef" * 2)
+    token.write_text("9f3a61c07be2d584" * 2)
     environ = clean_environ() | {"PYTHONPATH": str(ROOT)} | settings
     with NetLab(hosts=2, rate="1gbit", cc="cubic") as lab:
         words = ["--machines", "2", "--scheduler-host", lab.address(0), "--scheduler-port",

@@ -80,7 +80,7 @@ def test_a_worker_of_another_machine_that_never_joins_ends_the_start(tmp_path):
         port = str(free.getsockname()[1])
     token = tmp_path / "job.token"
     token.touch(0o600)
-    token.write_text("0123456789abcdef" * 2)
+    token.write_text("9f3a61c07be2d584" * 2)
     words = ("--machines", "2", "-np", "1", "--scheduler-host", "127.0.0.1", "--scheduler-port",
              port, "--token-file", str(token))  # fmt: skip
     shown, seconds = run(tmp_path, *words, how="sys.exit(0)", then=[["--machine-rank", "1"]])

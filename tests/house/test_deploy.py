@@ -66,7 +66,7 @@ def test_a_pod_starts_a_machine_of_the_job_as_an_ordinary_user(path):
             words = [word.replace(f"$({name})", value) for word in words]
         assert "$(" not in str(words)
         dry = [sys.executable, "-m", "fastps.launch.run", "--dry-run", *words[1:]]
-        environ = os.environ | {"FASTPS_TOKEN": "0123456789abcdef0123", "PYTHONPATH": str(ROOT)}
+        environ = os.environ | {"FASTPS_TOKEN": "9f3a61c07be2d5840123", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
             dry, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60, check=False
         )

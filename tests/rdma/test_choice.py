@@ -173,7 +173,7 @@ def test_a_silent_connection_is_watched_closely():
 
 def test_a_refused_link_can_be_dialled_again():
     """What a worker sees of the refusal is an error that lets it fall back."""
-    config = settings(host="127.0.0.1", token="0123456789abcdef", handshake_timeout_s=5.0)
+    config = settings(host="127.0.0.1", token="9f3a61c07be2d584", handshake_timeout_s=5.0)
     doors = open_listeners(config, port=0)
     admitted: list[int] = []
 

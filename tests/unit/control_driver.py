@@ -31,7 +31,7 @@ def make_config(**settings: object) -> Config:
     defaults: dict[str, object] = {
         "size": 2,
         "num_servers": 2,
-        "token": "0123456789abcdef",
+        "token": "9f3a61c07be2d584",
         "job_id": "job",
         "start_watch_s": 0.0,
         "lease_s": 10.0,

@@ -200,7 +200,7 @@ def test_without_matplotlib_the_cure_is_named_before_anything_is_measured(
 
 def test_conditions_describe_the_machine(monkeypatch):
     monkeypatch.setenv("FASTPS_CHUNK_BYTES", "8192")
-    monkeypatch.setenv("FASTPS_TOKEN", "0123456789abcdef-secret")
+    monkeypatch.setenv("FASTPS_TOKEN", "9f3a61c07be2d584-secret")
     found = conditions()
     assert found["settings"]["FASTPS_CHUNK_BYTES"] == "8192"
     assert "secret" not in str(found)

@@ -232,7 +232,7 @@ def test_a_job_does_not_inherit_the_drivers_identity(monkeypatch):
     monkeypatch.setenv("FASTPS_RANK", "7")
     monkeypatch.setenv("DMLC_PS_ROOT_URI", "10.0.0.1")
     monkeypatch.setenv("FASTPS_JOB_ID", "another")
-    monkeypatch.setenv("FASTPS_TOKEN", "0123456789abcdef")
+    monkeypatch.setenv("FASTPS_TOKEN", "9f3a61c07be2d584")
     monkeypatch.setenv("FASTPS_SHARED_MEMORY", "1")
     monkeypatch.setenv("FASTPS_CHUNK_BYTES", "8192")
     found = teams.job_environment(MODES["apart"], Options())

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from fastps.config import __main__ as command
 from fastps.config.token import hide_token
 from fastps.errors import ConfigError
 
-SECRET = "0123456789abcdef-very-secret"
+SECRET = "9f3a61c07be2d584-very-secret"
 
 
 def test_table_and_config_have_the_same_fields():
@@ -284,6 +285,23 @@ def test_a_token_that_can_be_guessed_is_refused(tmp_path):
             load(given_values, {}).token_bytes()
         assert "fifteen" not in str(caught.value)
     assert load({"token": "sixteen bytes :)\n"}, {}).token_bytes() == b"sixteen bytes :)"
+
+
+@pytest.mark.parametrize("weak", [
+    "x" * 32, "ab" * 20, "0123456789abcdef", "abcdefghijklmnopqrstuvwxyz", "password" * 4,
+    "0000000000000001",
+])  # fmt: skip
+def test_a_token_that_only_is_long_is_refused_with_a_command_that_makes_one(weak):
+    with pytest.raises(ConfigError, match=r"can be guessed.*secrets.token_hex") as caught:
+        load({"token": weak}, {}).token_bytes()
+    assert weak not in str(caught.value)
+
+
+def test_tokens_that_are_random_are_taken():
+    random = Random(1)
+    for _ in range(1000):
+        for token in (f"{random.getrandbits(64):016x}", str(random.randrange(10**15, 10**16))):
+            assert load({"token": token}, {}).token_bytes() == token.encode()
 
 
 @pytest.mark.parametrize("text", ["\udcff" * 32, "x" * 20 + "\ud800", "x" * 20 + "\0"])

@@ -13,7 +13,7 @@ from fastps.errors import AuthError, ConfigError
 from fastps.launch.secrets import main as command
 from fastps.security.tokens import ROLES, Token, make_keys, parse, sealed_keys, unseal_keys, whose
 
-JOB = Token(b"0123456789abcdef")
+JOB = Token(b"9f3a61c07be2d584")
 
 
 @given(st.sampled_from(ROLES), st.integers(0, 1 << 16))
