@@ -174,10 +174,7 @@ def helpers() -> list[int]:
 
 def end_helpers(pids: Sequence[int]) -> None:
     """Send SIGTERM to processes, and resume those that are stopped."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-            os.kill(pid, signal.SIGCONT)
+    _send_to_descendants(pids, signal.SIGTERM, signal.SIGCONT)
 
 
 def sweep() -> list[int]:
@@ -192,9 +189,7 @@ def sweep() -> list[int]:
         if elapsed > _SWEEP_LIMIT_S:
             return left
         if elapsed > _SWEEP_GRACE_S:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _send_to_descendants(left, signal.SIGKILL)
         time.sleep(0.02)
     return []
 
@@ -207,6 +202,24 @@ def reap_orphans() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def _send_to_descendants(pids: Sequence[int], *numbers: int) -> None:
+    """Send signals to those of some processes that are below this one.
+
+    A process is held by a descriptor before the look that finds it, for its number may be another
+    process's by the time of the signal.
+    """
+    with contextlib.ExitStack() as stack:
+        held = {}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                held[pid] = os.pidfd_open(pid)
+                stack.callback(os.close, held[pid])
+        for pid in held.keys() & set(_descendants(os.getpid())):
+            with contextlib.suppress(ProcessLookupError):
+                for number in numbers:
+                    signal.pidfd_send_signal(held[pid], number)
 
 
 def _descendants(root: int) -> list[int]:

@@ -18,7 +18,6 @@ first. Used from the launcher's main thread.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -243,7 +242,7 @@ class SchedulerProcess:
             self._events.modify(self._socket, wants)
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        if self.is_alive:  # not reaped, so that the number is its own
             os.kill(self.pid, number)
 
     def _close(self) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import select
 import selectors
 import signal
 import socket
@@ -69,6 +70,7 @@ class Worker:
             )
         assert self.process.stdout is not None
         self.output = self.process.stdout
+        self._pidfd = os.pidfd_open(self.process.pid)
         os.set_blocking(self.output.fileno(), False)
         self._line = b""
 
@@ -84,20 +86,35 @@ class Worker:
 
     def describe(self) -> str:
         """Return its name and how it ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_S)
-        code = self.process.returncode
+        code = self.wait(GRACE_S)
         how = "ends" if code is None else describe_exit(code)
         return f"worker {self.rank} (pid {self.process.pid}) {how}"
 
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end; return the code as subprocess has it, or None at the deadline.
+
+        Does not reap the process: its number stays that of its group, for send().
+        """
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
+        end = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
     def send(self, number: int) -> None:
-        """Send a signal to the process and its children."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """Send a signal to the process and its children; do nothing after close()."""
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def close(self) -> None:
         """Kill what is left, and close everything."""
         self.send(signal.SIGKILL)
+        self.wait(END_S)
+        descriptor, self._pidfd = self._pidfd, -1  # before it is reaped
+        os.close(descriptor)
         self.process.wait(END_S)
         self.sock.close()
         self.output.close()
@@ -171,8 +188,7 @@ class Team:
                 worker.sock.sendall(pack(("end", ())))
         deadline = time.monotonic() + END_S
         for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(deadline - time.monotonic(), 0))
+            worker.wait(max(deadline - time.monotonic(), 0))
         for worker in workers:
             worker.show(sys.stdout)
             worker.close()

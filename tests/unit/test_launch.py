@@ -6,8 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import signal
 import socket
+import subprocess
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -41,9 +44,11 @@ from fastps.launch.plan import (
     make_plan,
     scheduler_environment,
 )
+from fastps.launch.processes import end_helpers
 from fastps.server.logs import logging_to
 
 IDENTITY = Identity("job-x", ("FASTPS_TOKEN", "very-secret"), ("127.0.0.1", 1234))
+LIMIT_S = 60.0
 MEET = ("--scheduler-host", "10.0.0.1", "--scheduler-port", "7654")
 
 
@@ -646,3 +651,19 @@ def test_a_log_file_that_takes_no_more_is_said_once_and_ends_nothing(pipe_screen
     shown = os.read(reader, 10_000)
     assert shown.count(b"cannot write to --output-dir (No space left on device)") == 1
     assert shown.count(b"] one") == shown.count(b"] two") == 2
+
+
+def test_no_process_is_signalled_that_is_not_below_us():
+    """A number that was looked up before may belong to another program's process by now."""
+    script = "sleep 100 >/dev/null 2>&1 & echo $!"
+    stranger = int(subprocess.run(["sh", "-c", script], stdout=subprocess.PIPE, check=True).stdout)
+    child = subprocess.Popen(["sleep", "100"])
+    try:
+        end_helpers([stranger, child.pid])
+        assert child.wait(LIMIT_S) == -signal.SIGTERM
+        os.kill(stranger, 0)
+        assert Path(f"/proc/{stranger}/stat").read_text().split()[2] != "Z"
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        child.kill()
+        child.wait(LIMIT_S)
