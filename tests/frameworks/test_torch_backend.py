@@ -137,6 +137,41 @@ def test_job_of_the_launcher(tmp_path):
         assert result.reports[rank] == ([rank, [1.0] * 3, [[0.5] * 3]],)
 
 
+def test_the_store_of_a_job_listens_on_one_address(tmp_path):
+    """It authenticates nobody: on all addresses, any host of the network could change its keys."""
+    script = """
+    import os
+    import torch.distributed as dist
+    import fastps.torch
+
+    def listening():
+        found = set()
+        for table, nothing in (("tcp", 8 * "0"), ("tcp6", 32 * "0")):
+            for line in open(f"/proc/self/net/{table}").readlines()[1:]:
+                words = line.split()
+                if words[3] == "0A":
+                    found.add((words[9], words[1].split(":")[0] == nothing))
+        return found
+
+    def own():
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                yield os.readlink(f"/proc/self/fd/{name}").strip("socket:[]")
+            except OSError:
+                pass
+
+    before = listening()
+    dist.init_process_group("fastps")
+    mine = set(own())
+    report(sorted(is_open for inode, is_open in listening() - before if inode in mine))
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    found = [reports[0] for reports in run_workers(script, tmp_path).check().reports]
+    assert sum(map(len, found)) >= 1
+    assert not any(map(any, found)), found
+
+
 def test_who_cannot_host_the_scheduler_tells_the_others(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(

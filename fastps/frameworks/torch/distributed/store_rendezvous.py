@@ -2,7 +2,7 @@
 """How the default process group of torch.distributed joins and leaves a job.
 
 After fastps.init() it uses the existing session. Under fastps-run it joins that job; rank 0 hosts
-torch's store, which torch always needs, and others find it through the job. Otherwise, as under
+torch's store, which torch always needs, on one address; others find it through the job. Otherwise, as under
 plain torchrun, rank 0 hosts the scheduler, and its address and a fresh token travel through
 torch's store. The same happens for fastps.init() where torchrun has several machines. The token
 is as safe as the store: torch's TCPStore neither authenticates nor encrypts, so anyone who reaches
@@ -25,6 +25,7 @@ from fastps.config.launchers import Launcher
 from fastps.control import rendezvous
 from fastps.errors import ConfigError, TransportTimeout
 from fastps.session import current
+from fastps.transport import sockets
 from fastps.transport.interfaces import own_address
 
 _LOOPBACK = "127.0.0.1"
@@ -54,14 +55,29 @@ def meet(timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
     if session.size == 1:
         yield HashStore(), 0, 1
         return
-    host = own_address(load({}))
     if session.rank == 0:
-        store = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        is_here = session.local_size == session.size and sockets.has_loopback()
+        store = _serve_store(_LOOPBACK if is_here else own_address(load({})), timeout)
+        host = store.host
         session.broadcast_object([host, store.port], 0, _STORE)
     else:
         host, port = session.broadcast_object(None, 0, _STORE)
         store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     yield store, session.rank, session.size
+
+
+def _serve_store(host: str, timeout: timedelta) -> TCPStore:
+    """Return a store that listens on one address; of itself it listens on all of them.
+
+    It authenticates nobody, so whoever reaches that address can change what torch keeps there.
+    """
+    listener = sockets.listen(host, 0)[0]
+    listener.setblocking(True)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
 
 
 def join(store: Store, rank: int, size: int, timeout: timedelta) -> Callable[[], None]:
