@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastps.config import Config
 
 Environ = Mapping[str, str]
+BY_HAND = "MASTER_ADDR"  # the name where nothing but torch's variables is set
 _IPV4 = re.compile(r"tcp://(\d+\.\d+\.\d+\.\d+)")
 
 
@@ -90,7 +91,7 @@ def _by_hand(environ: Environ, config: Config) -> Launcher:
     """Return the launcher of torch.distributed's env:// variables, set without torchrun."""
     host = environ.get("MASTER_ADDR", "")
     is_here = config.local_size == config.size or host in ("localhost", "127.0.0.1", "::1")
-    return Launcher("MASTER_ADDR", f"{host}/{environ.get('MASTER_PORT', '')}", is_here, host=host)
+    return Launcher(BY_HAND, f"{host}/{environ.get('MASTER_PORT', '')}", is_here, host=host)
 
 
 # The variable that reveals each, the innermost first: srun may start torchrun or mpirun.

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import json
 import os
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from fastps.config import Config, process_environment
-from fastps.config.launchers import CARRIERS, Launcher, find
+from fastps.config.launchers import BY_HAND, CARRIERS, Launcher, find
 from fastps.control import rendezvous
 from fastps.control.pmix import PmixBoard
-from fastps.control.rendezvous import Board
+from fastps.control.rendezvous import OWN_PLACE, Board
 from fastps.errors import ConfigError, TransportTimeout
 from fastps.files import open_shared
 from fastps.transport import sockets
@@ -52,18 +56,31 @@ def meet(config: Config) -> Rendezvous:
             "srun, or set FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT"
         )
     board = _board(config, launcher)
-    close = _nothing
+    close: Callable[[], None] = _nothing
+    program = _program(config, launcher)
     try:
         if config.rank == 0:
             at = config.scheduler_host or launcher.host or socket.gethostname()
             settings, close = rendezvous.host(
-                config, board, at=at, is_one_machine=launcher.is_one_machine
+                config, board, at=at, is_one_machine=launcher.is_one_machine, program=program
             )
         else:
-            settings = rendezvous.find(board, timeout_s=config.start_timeout_s)
+            settings = rendezvous.find(board, timeout_s=config.start_timeout_s, program=program)
     except TransportTimeout as error:
         raise TransportTimeout(f"{error}; {_advice(launcher)}") from error
-    return Rendezvous(settings, board, close)
+    return Rendezvous(settings, board, functools.partial(_end, board, close))
+
+
+def _end(board: Board, close: Callable[[], None]) -> None:
+    close()
+    if isinstance(board, UnixBoard):
+        board.close()
+
+
+def _program(config: Config, launcher: Launcher) -> str:
+    """Return the program's name where nothing but a port tells jobs apart, else nothing."""
+    is_named = bool(config.job_id) or launcher.name != BY_HAND or not launcher.is_one_machine
+    return "" if is_named else os.path.basename(sys.argv[0])
 
 
 def _nothing() -> None:
@@ -104,7 +121,11 @@ def _advice(launcher: Launcher) -> str:
 
 
 class UnixBoard:
-    """A text that processes of this user on this machine read from an abstract Unix socket."""
+    """A text that processes of this user on this machine read from an abstract Unix socket.
+
+    After clear() the name stays taken until close() or the end of this process, so that no other
+    job meets there; its ranks are answered that this job has begun.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -118,9 +139,10 @@ class UnixBoard:
             self._listener = sockets.listen_unix_at(self._name)
         except ConfigError as error:
             raise ConfigError(
-                "the rendezvous name of this job is in use, by another job of the same parent "
-                "process or by another user; set FASTPS_JOB_ID, the same for all ranks of this job"
+                "the meeting place of this job is taken, by another job with the same MASTER_PORT "
+                f"or run, or by another user; {OWN_PLACE}"
             ) from error
+        _boards.add(self)
         self._thread.start()
 
     def read(self, *, timeout_s: float) -> str:
@@ -133,15 +155,24 @@ class UnixBoard:
             ):
                 if not sockets.is_own_user(sock):
                     raise ConfigError(
-                        "another user has taken the rendezvous name of this job; set "
-                        "FASTPS_JOB_ID, the same for all ranks"
+                        f"another user has taken the meeting place of this job; {OWN_PLACE}"
                     )
                 if text := _read_all(sock, deadline):
                     return text
         raise TransportTimeout(f"rank 0 has not called init() within {timeout_s:.3g} s")
 
     def clear(self) -> None:
-        """Stop serving the text; idempotent."""
+        """Replace the text by an answer to ranks of other jobs; idempotent."""
+        self._text = json.dumps({"begun": os.getpid()}).encode()
+
+    def abandon(self) -> None:
+        """Close the descriptor in a forked child, so that the name ends with its owner."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+
+    def close(self) -> None:
+        """Free the name; idempotent."""
         listener, self._listener = self._listener, None
         if listener is not None:
             listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -156,6 +187,17 @@ class UnixBoard:
                 with sock, contextlib.suppress(OSError):
                     if sockets.is_own_user(sock):
                         sock.sendall(self._text)  # fits into the socket's buffer: never waits
+
+
+_boards: weakref.WeakSet[UnixBoard] = weakref.WeakSet()  # of this process
+
+
+def _abandon_boards_in_child() -> None:
+    for board in list(_boards):
+        board.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_boards_in_child)
 
 
 def _read_all(sock: socket.socket, deadline: float) -> str:

@@ -24,6 +24,9 @@ from fastps.transport.interfaces import own_address
 
 _TOKEN_BYTES = 32
 _LOOPBACK = "127.0.0.1"
+OWN_PLACE = (
+    "give each job its own MASTER_PORT, or its own FASTPS_JOB_ID, the same for all its ranks"
+)
 
 
 class Board(Protocol):
@@ -40,12 +43,13 @@ class Board(Protocol):
 
 
 def host(
-    config: Config, board: Board, *, at: str, is_one_machine: bool
+    config: Config, board: Board, *, at: str, is_one_machine: bool, program: str = ""
 ) -> tuple[dict[str, object], Callable[[], None]]:
     """Host the job's scheduler and post its address; return how to join, and what ends it.
 
     config: of rank 0. at: an address of this machine, or one that is routed over the network of
-    the job. An error is posted too, so that the other ranks raise it.
+    the job. program: what find() compares. An error is posted too, so that the other ranks raise
+    it.
     """
     token = config.token or secrets.token_hex(_TOKEN_BYTES)
     posted = {} if config.token or config.token_file else {"token": token}
@@ -61,7 +65,8 @@ def host(
     hosted.start()
     where, port = hosted.address
     job: dict[str, object] = {"scheduler_host": where, "scheduler_port": port, **posted}
-    board.post(json.dumps(job))
+    words = job | {"program": program}
+    board.post(json.dumps(words))
 
     def close() -> None:
         atexit.unregister(close)
@@ -71,8 +76,11 @@ def host(
     return job, close
 
 
-def find(board: Board, *, timeout_s: float) -> dict[str, object]:
-    """Wait until rank 0 has posted how to join, and return that; ConfigError if it failed."""
+def find(board: Board, *, timeout_s: float, program: str = "") -> dict[str, object]:
+    """Wait until rank 0 has posted how to join, and return that; ConfigError if it failed.
+
+    program: the name of this process's program; ConfigError if rank 0 runs another one.
+    """
     try:
         job = json.loads(board.read(timeout_s=timeout_s))
     except (ValueError, RecursionError) as error:
@@ -81,6 +89,17 @@ def find(board: Board, *, timeout_s: float) -> dict[str, object]:
         raise ProtocolError("what rank 0 has posted is malformed: it is not an object")
     if "error" in job:
         raise ConfigError(f"rank 0 could not host the job's scheduler: {job['error']}")
+    if "begun" in job:
+        raise ConfigError(
+            f"the job of process {job['begun']} has this meeting place, and began with all its "
+            f"ranks: two jobs use one MASTER_PORT or run; {OWN_PLACE}"
+        )
+    theirs = job.get("program", "")
+    if program and theirs and program != theirs:
+        raise ConfigError(
+            f"rank 0 runs {theirs!r}, this process {program!r}: two jobs use one MASTER_PORT; "
+            f"{OWN_PLACE}"
+        )
     known = ("scheduler_host", "scheduler_port", "token")
     return {name: job[name] for name in known if name in job}
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 import socket
@@ -22,7 +23,7 @@ from aids.debian import require
 from aids.free_ports import free_ports
 from fastps.config import load
 from fastps.config.launchers import find, is_left_alone
-from fastps.control import foreign_launch
+from fastps.control import foreign_launch, rendezvous
 from fastps.errors import ConfigError, TransportTimeout
 
 LIMIT_S = 100
@@ -221,5 +222,89 @@ def test_a_socket_gives_its_text_until_it_is_cleared():
     reader.join(LIMIT_S)
     assert found == ["secret"]
     board.clear()
+    with pytest.raises(ConfigError, match=r"process \d+ .* began.* its own MASTER_PORT"):
+        rendezvous.find(foreign_launch.UnixBoard(name), timeout_s=LIMIT_S)
+    with pytest.raises(ConfigError, match=r"is taken, by another job with the same MASTER_PORT"):
+        foreign_launch.UnixBoard(name).post("of another job")
+    board.close()
+    board.close()
     with pytest.raises(TransportTimeout, match="has not called init"):
         foreign_launch.UnixBoard(name).read(timeout_s=0.01)
+
+
+def test_a_forked_child_does_not_keep_the_name():
+    name = f"fastps-test-{secrets.token_hex(8)}"
+    board = foreign_launch.UnixBoard(name)
+    board.post("secret")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        os.read(reader, 1)  # until its parent is done
+        os._exit(0)
+    try:
+        os.close(reader)
+        board.close()
+        again = foreign_launch.UnixBoard(name)
+        again.post("secret")
+        again.close()
+    finally:
+        os.close(writer)
+        os.waitpid(child, 0)
+
+
+class TwoJobs:
+    """Ranks of two jobs of one parent, with one MASTER_PORT."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environ = clean_environ() | {
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": "2",
+            "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+
+    def start(self, program: str, rank: int) -> subprocess.Popen[str]:
+        """Start a rank that waits, when it has begun, for the file `go`."""
+        path = self.folder / program
+        path.write_text(
+            "import os, time, fastps\nfastps.init()\nprint('begun', flush=True)\n"
+            f"while not os.path.exists({str(self.folder / 'go')!r}): time.sleep(0.01)\n"
+        )
+        return subprocess.Popen(
+            [sys.executable, str(path)], env=self.environ | {"RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+
+def test_two_jobs_of_one_port_do_not_mix(tmp_path):
+    jobs = TwoJobs(tmp_path)
+    first = [jobs.start("a.py", rank) for rank in range(2)]
+    try:
+        assert [one.stdout.readline() for one in first] == ["begun\n"] * 2
+        for rank, said in enumerate(("meeting place of this job is taken", "began with all its")):
+            stderr = jobs.start("a.py", rank).communicate(timeout=LIMIT_S)[1]
+            assert said in stderr
+            assert "its own MASTER_PORT" in stderr
+        (tmp_path / "go").touch()
+        assert [one.wait(LIMIT_S) for one in first] == [0, 0]
+    finally:
+        for one in first:
+            one.kill()
+            one.communicate(timeout=LIMIT_S)
+
+
+def test_a_rank_of_another_program_takes_no_place(tmp_path):
+    jobs = TwoJobs(tmp_path)
+    other = jobs.start("b.py", 1)
+    first = [jobs.start("a.py", 0)]
+    try:
+        stderr = other.communicate(timeout=LIMIT_S)[1]
+        assert "rank 0 runs 'a.py', this process 'b.py': two jobs use one MASTER_PORT" in stderr
+        first.append(jobs.start("a.py", 1))
+        assert [one.stdout.readline() for one in first] == ["begun\n"] * 2
+        (tmp_path / "go").touch()
+        assert [one.wait(LIMIT_S) for one in first] == [0, 0]
+    finally:
+        for one in (*first, other):
+            one.kill()
+            one.communicate(timeout=LIMIT_S)

@@ -2,12 +2,12 @@
 """How the default process group of torch.distributed joins and leaves a job.
 
 After fastps.init() it uses the existing session. Under fastps-run it joins that job; rank 0 hosts
-torch's store, which torch always needs, on one address; others find it through the job. Otherwise, as under
-plain torchrun, rank 0 hosts the scheduler, and its address and a fresh token travel through
-torch's store. The same happens for fastps.init() where torchrun has several machines. The token
-is as safe as the store: torch's TCPStore neither authenticates nor encrypts, so anyone who reaches
-its port can read the token and join the job. Where that matters use fastps-run, whose token never
-travels.
+torch's store, which torch always needs, on one address, and others find it through the job.
+Otherwise, as under plain torchrun, rank 0 hosts the scheduler, and its address and a fresh token
+travel through torch's store. The same happens for fastps.init() where torchrun has several
+machines. The token is as safe as the store: torch's TCPStore neither authenticates nor encrypts,
+so anyone who reaches its port can read the token and join the job. Where that matters use
+fastps-run, whose token never travels.
 """
 
 from __future__ import annotations
