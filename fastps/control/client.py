@@ -99,7 +99,7 @@ from fastps.errors import (
     StallError,
 )
 from fastps.security.handshake import Purpose
-from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys
+from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys, wipe
 from fastps.transport import sockets
 from fastps.types import checked_seconds
 
@@ -760,6 +760,7 @@ class ControlClient:
         self._probes.close()
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
+        wipe(self._token, getattr(self, "keys", None))
 
 
 def _ignore(event: Event) -> None:

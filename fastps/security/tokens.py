@@ -10,6 +10,7 @@ socket, no clock.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -97,6 +98,22 @@ class Keys(NamedTuple):
 
     of: Callable[[int], bytes]
     memory: bytes
+    held: Sequence[bytes] = ()  # those that of() returns, where it does not make them
+
+
+def wipe(token: Token, keys: Keys | None) -> None:
+    """Overwrite secrets where they lie, in a forked child that has no further use for them.
+
+    Whoever still has these objects finds zeros. Copies that the interpreter has made stay.
+    """
+    for secret in (token.secret, *(() if keys is None else (keys.memory, *keys.held))):
+        wipe_bytes(secret)
+
+
+def wipe_bytes(secret: bytes) -> None:
+    """Overwrite a secret of more than one byte; shorter ones the interpreter shares."""
+    if len(secret) > 1:
+        ctypes.memset(id(secret) + bytes.__basicsize__ - 1, 0, len(secret))
 
 
 def make_keys(token: Token, job_id: str, me: int, machine: int) -> Keys:
@@ -132,7 +149,7 @@ def unseal_keys(own: Token, job_id: str, sealed: bytes) -> Keys:
             raise AuthError(f"there is no member {peer}; members are 0 to {count - 2}")
         return keys[peer]
 
-    return Keys(of, keys[-1])
+    return Keys(of, keys[-1], keys)
 
 
 def _mix(one: bytes, other: bytes) -> bytes:

@@ -24,6 +24,7 @@ from typing import Any
 from fastps.config import Config
 from fastps.config.token import read_secret
 from fastps.errors import ConfigError
+from fastps.security.tokens import wipe_bytes
 from fastps.telemetry.http_request import Request, host_name, read_request, send_answer
 from fastps.transport import sockets
 from fastps.transport.traffic import Traffic, together
@@ -124,8 +125,9 @@ class StatusService:
         sockets.close_all(self._listeners)
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child."""
+        """Close the descriptors in a forked child, and forget the token."""
         sockets.close_all([*self._listeners, *self._clients.values()])
+        wipe_bytes(self._secret)
 
     # ---- on a thread of the service ----
 

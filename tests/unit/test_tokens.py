@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from fastps.errors import AuthError, ConfigError
 from fastps.launch.secrets import main as command
-from fastps.security.tokens import ROLES, Token, make_keys, parse, sealed_keys, unseal_keys, whose
+from fastps.security.tokens import (
+    ROLES,
+    Token,
+    make_keys,
+    parse,
+    sealed_keys,
+    unseal_keys,
+    whose,
+    wipe,
+)
 
 JOB = Token(b"9f3a61c07be2d584")
 
@@ -72,3 +81,18 @@ def test_own_tokens_are_made_by_command(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == JOB.own("worker", 3).text() + "\n"
     assert command(["scheduler", "0"]) == 2
     assert "FASTPS_TOKEN_FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_child_can_forget_what_it_has_no_use_for(is_own):
+    job = Token(bytes(range(1, 33)))
+    own = job.own("worker", 1)
+    if is_own:
+        keys = unseal_keys(own, "job", sealed_keys(job, own, "job", me=1, machine=0, n=3))
+    else:
+        own, keys = job, make_keys(job, "job", 1, 0)
+    wipe(own, keys)
+    assert own.secret == keys.memory == bytes(32)
+    if is_own:
+        assert all(keys.of(peer) == bytes(32) for peer in range(3))
+    wipe(Token(b""), None)
