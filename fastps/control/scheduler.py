@@ -31,6 +31,7 @@ from fastps.control.blame import pulse_s
 from fastps.control.identity import host_id
 from fastps.control.local_thread import PULSE, state_of
 from fastps.control.membership import Action, Close, Finish, Membership, Note, Phase, Send
+from fastps.control.printable import cleaned
 from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (
     LENGTH,
@@ -536,7 +537,7 @@ def _job_token(config: Config) -> Token:
 async def _read_message(reader: asyncio.StreamReader) -> ToScheduler | Malformed:
     try:
         prefix = await reader.readexactly(LENGTH.size)
-        return unpack_to_scheduler(await reader.readexactly(body_nbytes(prefix)))
+        return cleaned(unpack_to_scheduler(await reader.readexactly(body_nbytes(prefix))))
     except asyncio.IncompleteReadError as error:
         raise _NotRead from error
 

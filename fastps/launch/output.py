@@ -23,6 +23,8 @@ import stat
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
+from fastps.control.printable import printable
+
 MAX_LINE_BYTES = 64 * 1024  # a longer line is shown in pieces
 PARTIAL_LINE_S = 1.0  # an unfinished line is shown after so long a silence of its writer
 MAX_TRACEBACK_LINES = 200
@@ -236,7 +238,7 @@ class Screen:
 
     def report(self, text: str, *, is_alarm: bool = False) -> None:
         """Write a message of the launcher on standard error."""
-        line = f"[fastps-run] {text}".encode()
+        line = f"[fastps-run] {printable(text, keeps_lines=True)}".encode()
         if self._has_colour:
             line = (_BOLD_RED if is_alarm else _DIM) + line + _RESET
         self._write(line + b"\n", is_error=True)

@@ -13,9 +13,24 @@ import os
 import threading
 from collections.abc import Iterator
 
+from fastps.control.printable import printable
+
 PIPE_BYTES = 4096  # pipe(7): writes up to this size are atomic
 READ_BYTES = 64 << 10
 LAST_LINES_S = 1.0  # for the reader to take the last lines
+
+
+class _Formatter(logging.Formatter):
+    """Escape control characters, and indent lines after the first, which no peer can forge so."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record, with those of its traceback."""
+        return printable(super().format(record), keeps_lines=True)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record's message."""
+        record.message = record.message.replace("\n", "\n  ")
+        return super().formatMessage(record)
 
 
 class _PipeHandler(logging.Handler):
@@ -33,7 +48,7 @@ class _PipeHandler(logging.Handler):
             if self._lost:
                 self._write(f"{self._lost} log lines are missing here: the reader was too slow")
                 self._lost = 0
-            for line in self.format(record).splitlines():
+            for line in self.format(record).split("\n"):
                 self._write(line)
         except BlockingIOError:
             self._lost += 1
@@ -49,9 +64,7 @@ class _PipeHandler(logging.Handler):
 def logging_to(descriptor: int, level: str, *, role: str) -> Iterator[None]:
     """Log to a descriptor that does not block."""
     handler = _PipeHandler(descriptor)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s")
-    )
+    handler.setFormatter(_Formatter(f"%(asctime)s {role} %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     former_level = root.level
     root.addHandler(handler)

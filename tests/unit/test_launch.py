@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastps.control.printable import cleaned
+from fastps.control.protocol import Blob, ReportLost, Whereabouts
 from fastps.launch.cause import (
     Accusation,
     accusation_of,
@@ -540,10 +543,11 @@ def test_log_without_a_reader_never_blocks_and_says_what_is_missing():
         assert pipe.read() == b""
     lines = seen.decode().splitlines()
     assert " scheduler INFO fastps.test: 0 xxx" in lines[0]
-    assert lines[1] == "second line"
+    assert lines[1] == "  second line"
     written = sum(" xxx" in line for line in lines)
-    assert f"{5000 - lines.count('second line')} log lines are missing here" in seen.decode()
-    assert 0 <= written - lines.count("second line") <= 1  # the last one may have lost its half
+    missing = map(int, re.findall(r"^(\d+) log lines are missing here", seen.decode(), re.M))
+    assert sum(missing) == 5000 - lines.count("  second line")
+    assert 0 <= written - lines.count("  second line") <= 1  # the last one may have lost its half
     assert lines[-1].endswith("yyy")
     assert len(lines[-1]) < 4096
     assert logging.getLogger().handlers == former
@@ -651,6 +655,34 @@ def test_a_log_file_that_takes_no_more_is_said_once_and_ends_nothing(pipe_screen
     shown = os.read(reader, 10_000)
     assert shown.count(b"cannot write to --output-dir (No space left on device)") == 1
     assert shown.count(b"] one") == shown.count(b"] two") == 2
+
+
+def test_no_peer_writes_lines_or_escape_sequences_into_a_log():
+    reader, writer = os.pipe()
+    text = "lost\n2026-01-01 scheduler INFO fastps.x: all is well\x1b]0;title\x07\r\x9b2J"
+    with open(reader, "rb") as pipe:
+        with logging_to(writer, "INFO", role="scheduler"):
+            logging.getLogger("fastps.test").warning("worker 1: %s", text)
+        os.close(writer)
+        first, second = pipe.read().decode().splitlines()
+    assert first.endswith("scheduler WARNING fastps.test: worker 1: lost")
+    assert second == (r"  2026-01-01 scheduler INFO fastps.x: all is well\x1b]0;title\x07\r\x9b2J")
+
+
+def test_the_launcher_shows_no_escape_sequence_of_others(pipe_screen):
+    reader, screen = pipe_screen(has_colour=False)
+    screen.report("worker 1 on \x1b[2Jhost\nsays \u00e9")
+    text = os.read(reader, 4096).decode()
+    assert text == "[fastps-run] worker 1 on \\x1b[2Jhost\nsays \u00e9\n"
+
+
+def test_texts_of_members_come_in_printable():
+    message = ReportLost(1, "cut\n\x1b[31mworker 2 is lost", False, 0)
+    assert cleaned(message).cause == r"cut\n\x1b[31mworker 2 is lost"
+    told = Whereabouts(1, 2, "line\nline\x00", "a\n\tb")
+    assert (cleaned(told).waits, cleaned(told).stack) == ("line\nline\\x00", "a\n\tb")
+    asked = Blob(1, "name\x1b", 0, None, 1.0)
+    assert cleaned(asked) is asked
 
 
 def test_no_process_is_signalled_that_is_not_below_us():
