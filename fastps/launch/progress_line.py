@@ -10,6 +10,7 @@ latest result.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import threading
 import time
@@ -126,7 +127,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Show what the processes of a job do, until they end; return 1 once there are none."""
+    """Show what the processes of a job do until they end, and return 1; return 130 on Ctrl-C."""
+    try:
+        return _show_until_over(parsed)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _show_until_over(parsed: argparse.Namespace) -> int:
     before = look(parsed.job)
     while before:
         time.sleep(parsed.every)

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -129,6 +130,20 @@ def test_top(job, capsys):
         assert unit in ("B", "kB", "MB")
         assert len(rest) == 2
     assert fastps_command(["top", "--job", "nobody", "--once"]) == 1
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_top_ends_on_ctrl_c(job):
+    _, job_id, _ = job
+    program = "import sys; from fastps.launch.doctor import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "top", "--job", job_id, "--every", "0.1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+        assert process.stderr.read() == ""
 
 
 @pytest.mark.timeout(3 * LIMIT_S)
