@@ -44,6 +44,8 @@ from typing import IO, Any
 
 from mutations import Mutation, pick
 
+from fastps.config.closed_pipe import ends_quietly
+
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = (".git", ".venv", ".venvs", ".hypothesis", "build", "dist", "out", "*.c", "*.html")
 PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "--tb=line", "-rfE", "-p", "no:cacheprovider",
@@ -205,6 +207,7 @@ def tests_of(table: Mapping[str, Any]) -> dict[str, str]:
     return {path: group["run"] for group in table["tests"] for path in group["files"]}
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 1 where too few mutations are killed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])

@@ -381,6 +381,7 @@ def _obey(options: argparse.Namespace, command: list[str]) -> int:
         words = find(options.name).command(options.host, command)
         os.execvp(words[0], words)
     else:
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # an `ip` that fails is an error
         lab = NetLab(
             hosts=options.hosts, rate=options.rate, cc=options.cc, queue_ms=options.queue_ms
         )
@@ -390,6 +391,7 @@ def _obey(options: argparse.Namespace, command: list[str]) -> int:
 
 def _up(lab: NetLab) -> int:
     lab.up()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     print(lab.name)
     return 0
 
@@ -401,4 +403,5 @@ def _run(lab: NetLab, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head -1` ends it quietly
     sys.exit(main())

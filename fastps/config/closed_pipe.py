@@ -20,10 +20,11 @@ _STANDARD_OUTPUTS = (1, 2)
 P = ParamSpec("P")
 
 
-def ends_quietly(main: Callable[P, int]) -> Callable[P, int]:
+def ends_quietly(main: Callable[P, int | None]) -> Callable[P, int]:
     """Make a command return 141, without a traceback, when standard output or error is closed.
 
     A BrokenPipeError of anything else passes through, and so does another exit status than 0.
+    A main() without a result has the status 0.
     """
 
     @functools.wraps(main)
@@ -31,7 +32,7 @@ def ends_quietly(main: Callable[P, int]) -> Callable[P, int]:
         code, end = 0, None
         try:
             try:
-                code = main(*args, **options)
+                code = main(*args, **options) or 0
             except SystemExit as error:  # of argparse, which ignores that an output is closed
                 end = error
             for stream in (sys.stdout, sys.stderr):

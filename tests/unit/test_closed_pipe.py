@@ -26,20 +26,29 @@ PRINTING = {
     "bench": ["fastps.bench", "--help"],
     "byteps": ["fastps.launch.byteps", "--help"],
     "simulate": ["tools.simulate", "tensor", "--bytes", "1M"],
+    "kernels": ["tools/bench/kernels.py", "--help"],
+    "first": ["tools/bench/first.py", "--help"],
+    "mutate": ["tools/mutate.py", "--list", "--count", "2"],
+    "netlab": ["tools/netlab.py", "--help"],
 }
 
 
 def run_closed(words: list[str], *, is_buffered: bool, errors: int) -> tuple[int, str]:
-    """Run a module whose standard output nobody reads; return exit status and standard error."""
+    """Run a module or script whose standard output has no reader.
+
+    Return the exit status, as a shell shows it, and standard error.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     env = {**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"}
+    program = words if words[0].endswith(".py") else ["-m", *words]
     done = subprocess.run(
-        [sys.executable, "-m", *words], stdout=writer, stderr=errors, env=env, cwd=ROOT,
+        [sys.executable, *program], stdout=writer, stderr=errors, env=env, cwd=ROOT,
         text=True, check=False,
     )  # fmt: skip
     os.close(writer)
-    return done.returncode, done.stderr or ""
+    status = done.returncode if done.returncode >= 0 else 128 - done.returncode
+    return status, done.stderr or ""
 
 
 @pytest.mark.parametrize("is_buffered", [True, False], ids=["buffered", "unbuffered"])
@@ -76,5 +85,6 @@ def test_results_pass_through():
         raise SystemExit(2)
 
     assert ends_quietly(lambda: 3)() == 3
+    assert ends_quietly(lambda: None)() == 0
     with pytest.raises(SystemExit, match="2"):
         ends_quietly(refuse)()

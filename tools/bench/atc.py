@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps.torch as fps
 from fastps import topology
+from fastps.config.closed_pipe import ends_quietly
 from fastps.frameworks.torch.decentralized.optimizer import bucketed
 from tools.bench._hosts import on_hosts
 from tools.bench._waiting import Layer
@@ -128,6 +129,7 @@ def report(rounds: list[dict[str, float]], transfer_s: float, ready_s: float) ->
     )
 
 
+@ends_quietly
 def main() -> None:
     """Make the hosts and start a worker on each; or be one."""
     parser = argparse.ArgumentParser(
@@ -147,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

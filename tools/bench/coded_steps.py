@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
 import fastps.torch as fps
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench._hosts import on_hosts
 from tools.bench._waiting import Layer
 
@@ -105,6 +106,7 @@ def report(kind: str, rounds: list[dict[str, float]], wire_s: float) -> None:
     sys.stdout.flush()
 
 
+@ends_quietly
 def main() -> None:
     """Make the hosts and start a worker on each; or be one."""
     parser = argparse.ArgumentParser(
@@ -126,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -48,6 +48,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
+from fastps.config.closed_pipe import ends_quietly
 from fastps.reduce import reduce_kernel
 from fastps.session import current
 from fastps.types import DType, ReduceOp
@@ -503,6 +504,7 @@ def under_mpirun(options: argparse.Namespace, worker: list[str]) -> int:
             scheduler.terminate()
 
 
+@ends_quietly
 def main() -> None:
     """Compare on all workers of the job."""
     parser = argparse.ArgumentParser(
@@ -537,4 +539,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,6 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastps.config.closed_pipe import ends_quietly
+
 ROOT = Path(__file__).parents[2]
 HOSTS, PORT, LIMIT_S = 4, 7600, 580
 LAYERS, WIDTH = 6, 128
@@ -129,6 +131,7 @@ def drive(options: argparse.Namespace) -> int:
     return first.returncode
 
 
+@ends_quietly
 def main() -> int:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])

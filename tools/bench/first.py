@@ -15,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+from fastps.config.closed_pipe import ends_quietly
+
 PROGRAM = """
 import re, time, numpy as np
 def megabytes():
@@ -41,6 +43,7 @@ def measure(*, is_apart: bool = False) -> list[tuple[float, float]]:
     return [(float(words[0]), float(words[1])) for words in lines if words]
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures: of memory the most, of time the least and the median."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -56,4 +59,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

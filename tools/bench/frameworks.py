@@ -34,6 +34,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common, train_torch
 
 PEER = Path(__file__).with_name("_framework_peer.py")
@@ -155,6 +156,7 @@ def add_rows(
         )  # fmt: skip
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(

@@ -29,6 +29,7 @@ from collections.abc import Callable
 import numpy as np
 from _common import ROOT, Report, add_options
 
+from fastps.config.closed_pipe import ends_quietly
 from fastps.contract.codec import Codec, Coding, Option
 from fastps.reduce import reduce_kernel
 from fastps.reduce._partition import Coder
@@ -197,6 +198,7 @@ def add_codec(report: Report, name: str, coding: Coding, runs: int) -> None:
         )
 
 
+@ends_quietly
 def main() -> None:
     """Measure what was asked for."""
     names = [code.name.lower() for code in DType]
@@ -227,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

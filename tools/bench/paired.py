@@ -28,6 +28,8 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+from fastps.config.closed_pipe import ends_quietly
+
 PEER = Path(__file__).with_name("_paired_peer.py")
 LAUNCH = "import sys; from fastps.launch.run import main; sys.exit(main())"
 LAYOUTS = {"together": ["-s", "0"], "apart": ["-s", "2", "--env", "FASTPS_SHARED_MEMORY=0"]}
@@ -48,6 +50,7 @@ def measure(tree: Path, layout: str, kinds: str, settings: list[str]) -> dict[st
     return {f"{layout}: {name}": value for name, value in times.items()}
 
 
+@ends_quietly
 def main() -> None:
     """Measure, and print one line for each operation."""
     parser = argparse.ArgumentParser(
@@ -85,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

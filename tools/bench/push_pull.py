@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))  # last: fastps may be installed elsewhere
 
+from fastps.config.closed_pipe import ends_quietly
 from fastps.config.versions import command_of
 from tools.bench import _common
 
@@ -197,6 +198,7 @@ def add_rows(
         )
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(

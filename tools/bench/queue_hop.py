@@ -24,6 +24,7 @@ from _common import ROOT, Report, add_options, repeat
 sys.path.insert(0, str(ROOT / "tests"))
 
 from aids import faces, queue_bench
+from fastps.config.closed_pipe import ends_quietly
 
 DEPTHS = (0, 16, 256, 4096)
 C_ROUNDS = 1_000_000
@@ -102,6 +103,7 @@ def measure_python(report: Report, runs: int) -> None:
         report.add(name, values, depth="any", threads=2)
 
 
+@ends_quietly
 def main() -> None:
     """Measure everything and report."""
     parser = argparse.ArgumentParser(description="Time one hop through the scheduled queue.")
@@ -120,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

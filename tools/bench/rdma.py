@@ -38,6 +38,7 @@ from aids.boards import EchoBoard, PushBoard
 from aids.faces import Buffer
 from fastps._core import BufferPool
 from fastps.config import load
+from fastps.config.closed_pipe import ends_quietly
 from fastps.transport import rdma
 from fastps.transport.rdma._transport import RdmaTransport
 from fastps.transport.tcp._transport import TcpTransport
@@ -221,6 +222,7 @@ def measure_rounds(report: Report, path: str, keys: int, rounds: int, host: str)
     return moved / summary.median
 
 
+@ends_quietly
 def main() -> None:
     """Parse the options, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -252,4 +254,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ import argparse
 import ctypes
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -27,6 +28,7 @@ import numpy as np
 import fastps
 from fastps import byzantine as bz
 from fastps.byzantine.judges import Case, are_sound, judge_of
+from fastps.config.closed_pipe import ends_quietly
 from fastps.reduce import ordered_kernel, reduce_kernel, robust_kernel
 from fastps.reduce._partition import Combiner
 from fastps.reduce.norms import KERNEL
@@ -139,6 +141,7 @@ def measure_rounds(rounds: int, tensors: int) -> None:
             print(f"{name:14} {1e3 * took:7.1f} ms  {took / plain:.2f} of plain", flush=True)
 
 
+@ends_quietly
 def main() -> None:
     """Measure rounds in a job, kernels alone."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -155,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -28,6 +28,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common
 
 LARGE_BYTES = 16 << 20
@@ -108,6 +109,7 @@ def measure(workers: int, servers: int, runs: int) -> dict[str, Any]:
         return result
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark, or one worker of it."""
     parser = argparse.ArgumentParser(

@@ -49,6 +49,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common
 from tools.bench.push_pull import format_size, parse_size
 from tools.netlab import PAYLOAD_SHARE, NetLab, Traffic, ended_by_signals, missing
@@ -363,6 +364,7 @@ def measure(
             add_rows(report, lab, shape, nbytes, found)
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = make_parser().parse_args(arguments)

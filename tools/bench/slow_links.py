@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
 import fastps.torch as fps
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench._hosts import on_hosts
 
 WIDTH, LAYERS = 2048, 6  # 25.2 million parameters
@@ -113,6 +114,7 @@ def work(options: argparse.Namespace) -> None:
     fps.shutdown()
 
 
+@ends_quietly
 def main() -> None:
     """Make the hosts and start a worker on each; or be one."""
     parser = argparse.ArgumentParser(
@@ -136,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
+from fastps.config.closed_pipe import ends_quietly
 
 LATE_S = 2.0  # from the barrier to the first window
 
@@ -60,6 +61,7 @@ def train(options: argparse.Namespace) -> list[int]:
     return counts
 
 
+@ends_quietly
 def main() -> int:
     """Train, and print what all others found."""
     parser = argparse.ArgumentParser(

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 import fastps
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench.push_pull import format_size, parse_size
 
 JOB_S = 300.0
@@ -115,6 +116,7 @@ def within(options: argparse.Namespace, sizes: list[int]) -> Iterator[Result]:
         yield statistics.median(plain), [a / b for a, b in zip(found[1::3], plain, strict=True)]
 
 
+@ends_quietly
 def main() -> None:
     """Let jobs follow each other and say what came out; or be a worker."""
     parser = argparse.ArgumentParser(
@@ -138,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -37,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common
 
 PEER = Path(__file__).with_name("_train_peer.py")
@@ -258,6 +259,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parse(arguments)

@@ -33,6 +33,8 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from fastps.config.closed_pipe import ends_quietly
+
 ROOT = Path(__file__).parents[2]
 BEHIND = Path(__file__).with_name("_delayed_server.py")
 HOSTS, PORT, DATA_PORT, LIMIT_S = 4, 7600, 7700, 1200
@@ -235,6 +237,7 @@ def drive(options: argparse.Namespace) -> int:
     return 0
 
 
+@ends_quietly
 def main() -> int:
     """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])

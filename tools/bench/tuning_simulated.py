@@ -19,6 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(1, str(Path(__file__).parents[2] / "tests"))  # the queue's face is there
 
+from fastps.config.closed_pipe import ends_quietly
 from fastps.session.autotune import CREDITS, PARTITIONS
 from fastps.session.autotune_search import Knob, Search, Setting
 from fastps.transport.tcp import REMOTE_CREDIT_BYTES
@@ -69,6 +70,7 @@ def tune(steps: Steps) -> Search:
     return search
 
 
+@ends_quietly
 def main() -> int:
     """Read the command line and simulate."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 from fastps import byzantine
 from fastps.bench.options import parse_size
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench._hosts import on_hosts
 
 BLOCKS = 8
@@ -122,6 +123,7 @@ def measure_stop(span: float) -> None:
               flush=True)  # fmt: skip
 
 
+@ends_quietly
 def main() -> None:
     """Make the hosts and start a process on each; or be one."""
     parser = argparse.ArgumentParser(
@@ -148,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

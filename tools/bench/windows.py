@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import fastps
 from fastps import topology
+from fastps.config.closed_pipe import ends_quietly
 from fastps.session.current import current
 from tools.bench.push_pull import format_size, parse_size
 
@@ -154,6 +155,7 @@ def measure(nbytes: int, rounds: int, wires: Wires | None) -> None:
     fastps.win_free(name)
 
 
+@ends_quietly
 def main() -> None:
     """Measure all sizes."""
     parser = argparse.ArgumentParser(
@@ -177,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

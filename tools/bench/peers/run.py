@@ -48,6 +48,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common
 from tools.bench.peers import _peer, _places
 from tools.bench.peers._systems import System, parse_systems
@@ -313,6 +314,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 if a system that is installed failed."""
     made = parser()
