@@ -9,8 +9,10 @@ machine code does must stay here and in kernels.py: the cache is keyed by their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
 
@@ -23,9 +25,15 @@ _word, _load, _splat, _Pointer = kernels._word, kernels._load, kernels._splat, k
 _store, _divided, _width, _address = (
     kernels._store, kernels._divided, kernels._width, kernels._address,
 )  # fmt: skip
+_njit: Any = numba.njit
 _plus_product = kernels._intrinsic("fmuladd")  # fused where the processor does that as fast
 _I64, _F64 = ir.IntType(64), ir.DoubleType()
 BLOCK = 1024  # elements of each source between which distances are added: in the first cache
+
+
+def _inlined(function: Callable[..., Any]) -> Any:
+    """Let kernels call a function whose code becomes part of theirs."""
+    return _njit(function, error_model="numpy", boundscheck=False, _nrt=False, forceinline=True)
 
 
 def _is_less(b: Any, x: Any, y: Any) -> Any:
@@ -39,19 +47,19 @@ def _number_row(b: Any, number: Any, like: Any) -> Any:
 
 # ---- words ----
 @_word
-def _row(_context: Any, source: Any, index: Any, whole: Any) -> tuple[Any, Any]:
-    """Load a whole row (or one element) of a source."""
-    row = Row(source.dtype, source.dtype.width if whole.literal_value else 1)
+def _row(_context: Any, source: Any, index: Any, like: Any) -> tuple[Any, Any]:
+    """Load a row of a source, as wide as another row."""
+    row = Row(source.dtype, like.width)
 
     def emit(_c: Any, b: Any, _s: Any, args: Any) -> Any:
         return _load(b, args[0], args[1], row)
 
-    return row(source, types.int64, whole), emit
+    return row(source, types.int64, like), emit
 
 
 @_word
 def _nothing(_context: Any, target: Any, source: Any, whole: Any) -> tuple[Any, Any]:
-    """Return zeros of the target's type, as many as a row of the source has."""
+    """Return zeros of the target's type: as many as a whole row of the source has, or one."""
     row = Row(target.dtype, source.dtype.width if whole.literal_value else 1)
     zeros = ir.Constant(ir.VectorType(row.element.form.accumulator, row.width), [0.0] * row.width)
     return row(target, source, whole), lambda _c, _b, _s, _args: zeros
@@ -223,6 +231,37 @@ def _signs(b: Any, x: Any) -> Any:
 
 
 # ---- kernels ----
+@_inlined
+def _mean_of_middle(srcs: Any, n_srcs: int, i: int, trim: int, zeros: Any) -> Any:
+    """Average one row of the sources without the `trim` smallest and largest elements.
+
+    zeros: a row of them, as wide as what is averaged.
+    """
+    total = zeros
+    for j in range(n_srcs):
+        x, place = _row(srcs[j], i, zeros), zeros
+        for k in range(j):
+            place = _placed(place, x, _row(srcs[k], i, zeros), True)
+        for k in range(j + 1, n_srcs):
+            place = _placed(place, x, _row(srcs[k], i, zeros), False)
+        total = _kept(total, x, place, trim, n_srcs - trim)
+    return _divided(total, n_srcs - 2 * trim)
+
+
+@_inlined
+def _mean_of_nearest(srcs: Any, n_srcs: int, i: int, keep: int, center: Any, zeros: Any) -> Any:
+    """Average the `keep` elements of the sources nearest to the center, for one row."""
+    total = zeros
+    for j in range(n_srcs):
+        x, place = _row(srcs[j], i, zeros), zeros
+        for k in range(j):
+            place = _nearer(place, x, _row(srcs[k], i, zeros), center, True)
+        for k in range(j + 1, n_srcs):
+            place = _nearer(place, x, _row(srcs[k], i, zeros), center, False)
+        total = _kept(total, x, place, 0, keep)
+    return _divided(total, keep)
+
+
 def _trimmed_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> int:
     """Average, element by element, what is left without the largest and the smallest.
 
@@ -244,29 +283,13 @@ def _trimmed_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> in
     trim = args[0]
     if trim < 0 or trim > (n_srcs - 1) // 2 or (_address(dst) == 0 and count > 0):
         return BAD_ARGUMENT
-    high, n_kept = n_srcs - trim, n_srcs - 2 * trim
     width = _width(dst)
     whole = count - (count & (width - 1))
+    row, one = _nothing(dst, dst, True), _nothing(dst, dst, False)
     for i in range(0, whole, width):
-        total = _nothing(dst, dst, True)
-        for j in range(n_srcs):
-            x, place = _row(srcs[j], i, True), _nothing(dst, dst, True)
-            for k in range(j):
-                place = _placed(place, x, _row(srcs[k], i, True), True)
-            for k in range(j + 1, n_srcs):
-                place = _placed(place, x, _row(srcs[k], i, True), False)
-            total = _kept(total, x, place, trim, high)
-        _store(dst, i, _divided(total, n_kept))
+        _store(dst, i, _mean_of_middle(srcs, n_srcs, i, trim, row))
     for i in range(whole, count):
-        one = _nothing(dst, dst, False)
-        for j in range(n_srcs):
-            y, rank = _row(srcs[j], i, False), _nothing(dst, dst, False)
-            for k in range(j):
-                rank = _placed(rank, y, _row(srcs[k], i, False), True)
-            for k in range(j + 1, n_srcs):
-                rank = _placed(rank, y, _row(srcs[k], i, False), False)
-            one = _kept(one, y, rank, trim, high)
-        _store(dst, i, _divided(one, n_kept))
+        _store(dst, i, _mean_of_middle(srcs, n_srcs, i, trim, one))
     return OK
 
 
@@ -288,10 +311,10 @@ def _square_distances(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -
     for j in range(n_srcs):
         rows = _nothing(dst, srcs[0], True)
         for i in range(0, whole, width):
-            rows = _squared(rows, _row(srcs[j], i, True), _row(srcs[center], i, True))
+            rows = _squared(rows, _row(srcs[j], i, rows), _row(srcs[center], i, rows))
         rest = _nothing(dst, srcs[0], False)
         for i in range(whole, count):
-            rest = _squared(rest, _row(srcs[j], i, False), _row(srcs[center], i, False))
+            rest = _squared(rest, _row(srcs[j], i, rest), _row(srcs[center], i, rest))
         _put(dst, j, _sum_of(rows) + _sum_of(rest))
     return OK
 
@@ -313,47 +336,15 @@ def _nearest_mean(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> in
         return BAD_ARGUMENT
     if _address(dst) == 0 and count > 0:
         return BAD_ARGUMENT
-    high, n_kept = n_srcs - trim, n_srcs - 2 * trim
     width = _width(dst)
     whole = count - (count & (width - 1))
+    row, one = _nothing(dst, dst, True), _nothing(dst, dst, False)
     for i in range(0, whole, width):
-        center = _nothing(dst, dst, True)
-        for j in range(n_srcs):
-            x, place = _row(srcs[j], i, True), _nothing(dst, dst, True)
-            for k in range(j):
-                place = _placed(place, x, _row(srcs[k], i, True), True)
-            for k in range(j + 1, n_srcs):
-                place = _placed(place, x, _row(srcs[k], i, True), False)
-            center = _kept(center, x, place, trim, high)
-        center = _divided(center, n_kept)
-        total = _nothing(dst, dst, True)
-        for j in range(n_srcs):
-            x, place = _row(srcs[j], i, True), _nothing(dst, dst, True)
-            for k in range(j):
-                place = _nearer(place, x, _row(srcs[k], i, True), center, True)
-            for k in range(j + 1, n_srcs):
-                place = _nearer(place, x, _row(srcs[k], i, True), center, False)
-            total = _kept(total, x, place, 0, keep)
-        _store(dst, i, _divided(total, keep))
+        center = _mean_of_middle(srcs, n_srcs, i, trim, row)
+        _store(dst, i, _mean_of_nearest(srcs, n_srcs, i, keep, center, row))
     for i in range(whole, count):
-        middle = _nothing(dst, dst, False)
-        for j in range(n_srcs):
-            y, rank = _row(srcs[j], i, False), _nothing(dst, dst, False)
-            for k in range(j):
-                rank = _placed(rank, y, _row(srcs[k], i, False), True)
-            for k in range(j + 1, n_srcs):
-                rank = _placed(rank, y, _row(srcs[k], i, False), False)
-            middle = _kept(middle, y, rank, trim, high)
-        middle = _divided(middle, n_kept)
-        one = _nothing(dst, dst, False)
-        for j in range(n_srcs):
-            y, rank = _row(srcs[j], i, False), _nothing(dst, dst, False)
-            for k in range(j):
-                rank = _nearer(rank, y, _row(srcs[k], i, False), middle, True)
-            for k in range(j + 1, n_srcs):
-                rank = _nearer(rank, y, _row(srcs[k], i, False), middle, False)
-            one = _kept(one, y, rank, 0, keep)
-        _store(dst, i, _divided(one, keep))
+        middle = _mean_of_middle(srcs, n_srcs, i, trim, one)
+        _store(dst, i, _mean_of_nearest(srcs, n_srcs, i, keep, middle, one))
     return OK
 
 
@@ -371,12 +362,12 @@ def _sign_majority(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> i
     for i in range(0, whole, width):
         total = _nothing(dst, dst, True)
         for j in range(n_srcs):
-            total = _voted(total, _row(srcs[j], i, True))
+            total = _voted(total, _row(srcs[j], i, total))
         _store(dst, i, _sign(total))
     for i in range(whole, count):
         one = _nothing(dst, dst, False)
         for j in range(n_srcs):
-            one = _voted(one, _row(srcs[j], i, False))
+            one = _voted(one, _row(srcs[j], i, one))
         _store(dst, i, _sign(one))
     return OK
 
@@ -402,10 +393,10 @@ def _pair_distances(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> 
             for k in range(j):
                 rows = _nothing(dst, srcs[0], True)
                 for i in range(start, whole, width):
-                    rows = _gapped(rows, _row(srcs[j], i, True), _row(srcs[k], i, True))
+                    rows = _gapped(rows, _row(srcs[j], i, rows), _row(srcs[k], i, rows))
                 rest = _nothing(dst, srcs[0], False)
                 for i in range(whole, end):
-                    rest = _gapped(rest, _row(srcs[j], i, False), _row(srcs[k], i, False))
+                    rest = _gapped(rest, _row(srcs[j], i, rest), _row(srcs[k], i, rest))
                 total = _at(dst, n_srcs * j + k) + (_folded(rows) + _folded(rest))
                 _put(dst, n_srcs * j + k, total)
                 _put(dst, n_srcs * k + j, total)
@@ -426,10 +417,10 @@ def _square_norms(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> in
     for j in range(n_srcs):
         rows, none = _nothing(dst, srcs[0], True), _nothing(srcs[0], srcs[0], True)
         for i in range(0, whole, width):
-            rows = _gapped(rows, _row(srcs[j], i, True), none)
+            rows = _gapped(rows, _row(srcs[j], i, rows), none)
         rest, zero = _nothing(dst, srcs[0], False), _nothing(srcs[0], srcs[0], False)
         for i in range(whole, count):
-            rest = _gapped(rest, _row(srcs[j], i, False), zero)
+            rest = _gapped(rest, _row(srcs[j], i, rest), zero)
         _put(dst, j, _folded(rows) + _folded(rest))
     return OK
 
@@ -457,10 +448,10 @@ def _inner_products(srcs: Any, n_srcs: int, dst: Any, count: int, args: Any) -> 
             one, other = j // 2, last if j % 2 == 0 else j // 2
             rows = _nothing(dst, srcs[0], True)
             for i in range(start, whole, width):
-                rows = _times(rows, _row(srcs[one], i, True), _row(srcs[other], i, True))
+                rows = _times(rows, _row(srcs[one], i, rows), _row(srcs[other], i, rows))
             rest = _nothing(dst, srcs[0], False)
             for i in range(whole, end):
-                rest = _times(rest, _row(srcs[one], i, False), _row(srcs[other], i, False))
+                rest = _times(rest, _row(srcs[one], i, rest), _row(srcs[other], i, rest))
             _put(dst, j, _at(dst, j) + (_folded(rows) + _folded(rest)))
     return OK
 
