@@ -21,19 +21,6 @@ from fastps.frameworks.torch.decentralized.optimizer import AdaptThenCombine, Al
 from fastps.frameworks.torch.optimizer.synchronous import SynchronizedOptimizer
 from fastps.session.current import current
 
-__all__ = [
-    "CommunicationType",
-    "DistributedAdaptThenCombineOptimizer",
-    "DistributedAdaptWithCombineOptimizer",
-    "DistributedAllreduceOptimizer",
-    "DistributedGradientAllreduceOptimizer",
-    "DistributedHierarchicalNeighborAllreduceOptimizer",
-    "DistributedNeighborAllreduceOptimizer",
-    "DistributedPullGetOptimizer",
-    "DistributedPushSumOptimizer",
-    "DistributedWinPutOptimizer",
-]
-
 CommunicationType = fps.CommunicationType
 
 

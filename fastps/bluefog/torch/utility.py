@@ -9,12 +9,6 @@ import torch
 
 import fastps.torch as fps
 
-__all__ = [
-    "allreduce_parameters",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-]
-
 Parameters = (
     Mapping[str, torch.Tensor] | Iterable[tuple[str | None, torch.Tensor]] | Iterable[torch.Tensor]
 )
