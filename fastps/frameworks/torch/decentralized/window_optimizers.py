@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,16 +30,6 @@ from fastps.graph.weights import Targets
 from fastps.ops.neighbors import lost_ranks
 from fastps.session.current import current
 from fastps.worker.handle import Waitable
-
-
-class OneSidedOptimizer(Protocol):
-    """What the functions below add to a DecentralizedOptimizer."""
-
-    dst_weights: Targets | None
-    force_barrier: bool
-
-    def unregister_window(self) -> None:
-        """Free its windows; all workers call it."""
 
 
 class FlatWindow:
