@@ -113,7 +113,7 @@ def alone_at_the_checkpoint() -> None:
         except StallError as error:
             said = str(error)
         assert "alone.prepare_stale_states" in said
-    fps.barrier()
+    fps.barrier(timeout_s=20)
 
 
 def refuses_a_scaler() -> None:
@@ -142,4 +142,7 @@ def everything() -> None:
     steps_late("f.", 0)
     steps_late("g.", 3)
     refuses_a_scaler()
+    fps.shutdown()
+    fps.init(op_timeout_s=2)
+    alone_at_the_checkpoint()
     fps.shutdown()
