@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 from fastps.config import Config, load
 from fastps.control.client import ControlClient
@@ -82,12 +81,7 @@ class SchedulerThread:
         assert self._ready.wait(WAIT_S)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.scheduler.stop("the test ends")
         self.scheduler.stop("the test ends")
         self.thread.join(WAIT_S)
@@ -188,12 +182,7 @@ class Process:
     def __enter__(self) -> Process:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.popen.kill()
         self.popen.communicate(timeout=WAIT_S)
 

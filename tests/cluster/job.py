@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from fork_server import IMPORT_PATH, Forked, is_forkable, the_server
@@ -218,12 +217,7 @@ class Job:
         self._held.close()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Kill what is left."""
         self.close()
 

@@ -25,7 +25,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
@@ -75,12 +74,7 @@ class Remote:
     def __enter__(self) -> Remote:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sock.close()
 
     def wait_line(self, text: str, *, timeout_s: float) -> str:
