@@ -8,12 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from transport_nets import TIMEOUT_S, wait_until
 
+from aids.closing import closing_each
 from aids.kernels import GatedSum
 from fastps._core import BufferPool
 from fastps.contract.contract import roster_of
@@ -104,15 +104,7 @@ Builder = Callable[..., House]
 @pytest.fixture
 def build() -> Iterator[Builder]:
     """Make houses; all are closed after the test."""
-    made: list[House] = []
-
-    def create(**options: Any) -> House:
-        made.append(House(**options))
-        return made[-1]
-
-    yield create
-    for house in made:
-        house.close()
+    yield from closing_each(House)
 
 
 GIVEN = [np.random.default_rng(rank).standard_normal(COUNT, np.float32) for rank in range(2)]

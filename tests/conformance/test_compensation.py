@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from transport_nets import TIMEOUT_S, Net
 
+from aids.closing import closing_each
 from fastps._core import BufferPool
 from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy, roster_of
 from fastps.contract.partition import make_partitions
@@ -122,15 +123,7 @@ Builder = Callable[..., House]
 @pytest.fixture
 def build() -> Iterator[Builder]:
     """Make houses; all are closed after the test."""
-    made: list[House] = []
-
-    def create(*args: Any, **options: Any) -> House:
-        made.append(House(*args, **options))
-        return made[-1]
-
-    yield create
-    for house in made:
-        house.close()
+    yield from closing_each(House)
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])

@@ -21,6 +21,7 @@ from transport_nets import (
     wait_until,
 )
 
+from aids.closing import closing_each
 from aids.mailbox import Mailbox
 from fastps.config import load
 from fastps.control.protocol import Job, Member
@@ -91,15 +92,7 @@ Maker = Callable[..., Party]
 @pytest.fixture
 def make() -> Iterator[Maker]:
     """Make parties; all are closed after the test."""
-    made: list[Party] = []
-
-    def create(*args: Any, **options: Any) -> Party:
-        made.append(Party(*args, **options))
-        return made[-1]
-
-    yield create
-    for party in made:
-        party.close()
+    yield from closing_each(Party)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from transport_nets import INPROC, NETS, TIMEOUT_S, Net
 
+from aids.closing import closing_each
 from fastps._core import BufferPool
 from fastps.contract.contract import roster_of
 from fastps.contract.partition import make_partitions
@@ -140,15 +141,7 @@ class Cluster:
 @pytest.fixture
 def make() -> Iterator[Any]:
     """Make clusters; all are closed after the test."""
-    made: list[Cluster] = []
-
-    def create(*args: Any, **options: Any) -> Cluster:
-        made.append(Cluster(*args, **options))
-        return made[-1]
-
-    yield create
-    for cluster in made:
-        cluster.close()
+    yield from closing_each(Cluster)
 
 
 def given(rank: int, number: int, step: int) -> np.ndarray:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from aids.closing import closing_each
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
 from fastps.control.protocol import DeclaredTensor
@@ -95,15 +96,7 @@ class Job:
 @pytest.fixture
 def make() -> Iterator[Any]:
     """Make jobs; all are closed after the test."""
-    made: list[Job] = []
-
-    def create(*args: Any, **options: Any) -> Job:
-        made.append(Job(*args, **options))
-        return made[-1]
-
-    yield create
-    for job in made:
-        job.close()
+    yield from closing_each(Job)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aids.closing import closing_each
 from aids.faces import Buffer
 from aids.mailbox import Mailbox
 from aids.wire import FrameFlag, FrameKind
@@ -129,15 +130,7 @@ class Server:
 @pytest.fixture
 def make() -> Iterator[Any]:
     """Make servers; all are closed after the test."""
-    made: list[Server] = []
-
-    def create(*args: Any, **options: Any) -> Server:
-        made.append(Server(*args, **options))
-        return made[-1]
-
-    yield create
-    for server in made:
-        server.close()
+    yield from closing_each(Server)
 
 
 def values_of(rank: int, nbytes: int = 3 * CHUNK, step: int = 0) -> np.ndarray:
