@@ -11,6 +11,7 @@ the data, so its room is that of the worst case, zeros between the words and the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -269,92 +270,86 @@ def _quantized(y: Any, parts: Any, state: Any, natural: Any) -> Any:
     return min(q, parts)
 
 
-def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]]:
-    def make(keeps: bool) -> Callable[..., int]:
-        def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
-            """Write, of each element whose level is not 0, gap, sign and level; bits; the norm.
+def _dithering_encode(keeps: bool, natural: bool) -> Callable[..., int]:
+    def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
+        """Write, of each element whose level is not 0, gap, sign and level; bits; the norm.
 
-            y = |v| / N * s; the gap is from the last such element, first from -1.
-            """
-            if args[3] & 1:
-                norm = float32(np.sqrt(sum_of_squares(v, count, cast(work, float64))))
-            else:
-                norm = real_of(largest(v, int64(0), count))
-            head[0] = norm
-            parts, words, state = _parts(args, natural), cast(codes, uint32), at(args, int64(1))
-            room = _room(count, parts)
-            for w in range(room):
-                words[w] = uint32(0)
-            place, last = int64(0), int64(-1)
-            is_usable = norm > float32(0.0) and norm <= HUGE
-            for i in range(count if is_usable else int64(0)):
-                x = v[i]
-                y = abs(x) / norm * float32(parts)
-                q = _quantized(y, parts, state, natural)
-                is_negative = x < float32(0.0)
-                if keeps:
-                    d = float32(q) * norm / float32(parts)
-                    v[i] = x - (-d if is_negative else d)
-                if q > 0:
-                    place = _put_elias(words, place, i - last)
-                    place = _put(words, place, int64(is_negative), int64(1))
-                    place = _put_elias(words, place, q)
-                    last = int64(i)
-            if keeps and not is_usable and norm != float32(0.0):
-                for i in range(count):
-                    v[i] = norm - norm  # NaN, as what is sent
-            words[room] = uint32(place)
-            cast(codes, float32)[room + 1] = norm
-            return OK
-
-        return encode
-
-    return make
-
-
-def _make_dithering_decode(natural: bool) -> Callable[[bool], Callable[..., int]]:
-    def make(adds: bool) -> Callable[..., int]:
-        def decode(v: Any, count: Any, codes: Any, _head: Any, _work: Any, args: Any) -> int:
-            """Return sign * level * N / s; NaN for all if N is not finite."""
-            parts, words = _parts(args, natural), cast(codes, uint32)
-            room = _room(count, parts)
-            end, norm = min(int64(words[room]), 32 * room), cast(codes, float32)[room + 1]
-            nothing = norm - norm  # 0, or NaN
-            for i in range(count):
-                v[i] = v[i] + nothing if adds else nothing
-            place, index = int64(0), int64(-1)
-            while place < end:
-                gap, behind = _get_elias(words, place, end)
-                index += gap
-                if gap == 0 or behind >= end or index >= count:
-                    break
-                sign = _get(words, behind, int64(1))
-                q, place = _get_elias(words, behind + 1, end)
-                if q == 0:
-                    break
+        y = |v| / N * s; the gap is from the last such element, first from -1.
+        """
+        if args[3] & 1:
+            norm = float32(np.sqrt(sum_of_squares(v, count, cast(work, float64))))
+        else:
+            norm = real_of(largest(v, int64(0), count))
+        head[0] = norm
+        parts, words, state = _parts(args, natural), cast(codes, uint32), at(args, int64(1))
+        room = _room(count, parts)
+        for w in range(room):
+            words[w] = uint32(0)
+        place, last = int64(0), int64(-1)
+        is_usable = norm > float32(0.0) and norm <= HUGE
+        for i in range(count if is_usable else int64(0)):
+            x = v[i]
+            y = abs(x) / norm * float32(parts)
+            q = _quantized(y, parts, state, natural)
+            is_negative = x < float32(0.0)
+            if keeps:
                 d = float32(q) * norm / float32(parts)
-                x = -d if sign else d
-                v[index] = v[index] + x if adds else x
-            return OK
+                v[i] = x - (-d if is_negative else d)
+            if q > 0:
+                place = _put_elias(words, place, i - last)
+                place = _put(words, place, int64(is_negative), int64(1))
+                place = _put_elias(words, place, q)
+                last = int64(i)
+        if keeps and not is_usable and norm != float32(0.0):
+            for i in range(count):
+                v[i] = norm - norm  # NaN, as what is sent
+        words[room] = uint32(place)
+        cast(codes, float32)[room + 1] = norm
+        return OK
 
-        return decode
+    return encode
 
-    return make
+
+def _dithering_decode(adds: bool, natural: bool) -> Callable[..., int]:
+    def decode(v: Any, count: Any, codes: Any, _head: Any, _work: Any, args: Any) -> int:
+        """Return sign * level * N / s; NaN for all if N is not finite."""
+        parts, words = _parts(args, natural), cast(codes, uint32)
+        room = _room(count, parts)
+        end, norm = min(int64(words[room]), 32 * room), cast(codes, float32)[room + 1]
+        nothing = norm - norm  # 0, or NaN
+        for i in range(count):
+            v[i] = v[i] + nothing if adds else nothing
+        place, index = int64(0), int64(-1)
+        while place < end:
+            gap, behind = _get_elias(words, place, end)
+            index += gap
+            if gap == 0 or behind >= end or index >= count:
+                break
+            sign = _get(words, behind, int64(1))
+            q, place = _get_elias(words, behind + 1, end)
+            if q == 0:
+                break
+            d = float32(q) * norm / float32(parts)
+            x = -d if sign else d
+            v[index] = v[index] + x if adds else x
+        return OK
+
+    return decode
 
 
 ENCODERS: dict[str, Callable[[bool], Callable[..., int]]] = {
     "byteps_onebit": _onebit_encode,
     "byteps_topk": _topk_encode,
     "byteps_randomk": _randomk_encode,
-    "byteps_linear": _make_dithering_encode(natural=False),
-    "byteps_natural": _make_dithering_encode(natural=True),
+    "byteps_linear": partial(_dithering_encode, natural=False),
+    "byteps_natural": partial(_dithering_encode, natural=True),
 }
 DECODERS: dict[str, Callable[[bool], Callable[..., int]]] = {
     "byteps_onebit": _onebit_decode,
     "byteps_topk": _pairs_decode,
     "byteps_randomk": _pairs_decode,
-    "byteps_linear": _make_dithering_decode(natural=False),
-    "byteps_natural": _make_dithering_decode(natural=True),
+    "byteps_linear": partial(_dithering_decode, natural=False),
+    "byteps_natural": partial(_dithering_decode, natural=True),
 }
 
 

@@ -20,6 +20,7 @@ a closure holds, which must be plain: a function among them would be another one
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
@@ -457,171 +458,153 @@ def _dither_natural(y: Any, chance: Any, levels: Any) -> Any:
     return int32(-code) if y < float32(0.0) else code
 
 
-def _make_dithering_encode(natural: bool) -> Callable[[bool], Callable[..., int]]:
-    def make(keeps: bool) -> Callable[..., int]:
-        def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
-            """Round each element to one of 2 s + 1 levels by chance, so that the mean stays.
+def _dithering_encode(keeps: bool, natural: bool) -> Callable[..., int]:
+    def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
+        """Round each element to one of 2 s + 1 levels by chance, so that the mean stays.
 
-            y = v / N * s; q = floor(y), or one more with probability y - floor(y); natural:
-            levels 0 and powers of two up to 2**(s - 1). N: the largest |v|, or with args[3] bit 0
-            the root of the sum of squares. args[0]: s, and from bit 8 on the bits of a code.
-            Sources: Alistarh et al., QSGD, NeurIPS 2017; Horvath et al., Natural Compression for
-            Distributed Deep Learning, MSML 2022.
-            """
-            levels, bits = int32(args[0] & 255), args[0] >> 8
-            norm = _norm(v, count, cast(work, float64), args[3] & 1)
-            parts = float32(real_of(uint32((levels + int32(126)) << int32(23)))
-                            if natural else float32(levels))  # fmt: skip
-            is_usable = norm >= TINY * parts and norm <= HUGE
-            if not is_usable and norm <= HUGE:
-                norm = float32(0.0)
-            head[0] = norm
-            factor = parts / norm if is_usable else float32(0.0)
-            step = norm / parts
-            numbers = cast(work, uint8)
-            first, second = uint32(args[1]), uint32(args[2])
-            place = int64(0)
-            for start in range(0, count, BLOCK):
-                n = min(int64(BLOCK), count - start)
-                index = uint32(start)  # counts in 32 bits, for LLVM
-                for i in range(n):
-                    x = v[start + i] if is_usable else float32(0.0)
-                    y, chance = x * factor, random_mantissa(index, first, second)
-                    index = uint32(index + uint32(1))
-                    code = (_dither_natural(y, chance, levels) if natural
-                            else _dither_linear(y, chance, levels))  # fmt: skip
-                    numbers[i] = uint8(code)
-                    if keeps:
-                        d = _level(abs(code), natural) * step
-                        v[start + i] = v[start + i] - (-d if code < 0 else d)
-                _pack(numbers, n, at(codes, place), bits)
-                place += _block_bytes(bits, n)
-            return OK
+        y = v / N * s; q = floor(y), or one more with probability y - floor(y); natural:
+        levels 0 and powers of two up to 2**(s - 1). N: the largest |v|, or with args[3] bit 0
+        the root of the sum of squares. args[0]: s, and from bit 8 on the bits of a code.
+        Sources: Alistarh et al., QSGD, NeurIPS 2017; Horvath et al., Natural Compression for
+        Distributed Deep Learning, MSML 2022.
+        """
+        levels, bits = int32(args[0] & 255), args[0] >> 8
+        norm = _norm(v, count, cast(work, float64), args[3] & 1)
+        parts = float32(real_of(uint32((levels + int32(126)) << int32(23)))
+                        if natural else float32(levels))  # fmt: skip
+        is_usable = norm >= TINY * parts and norm <= HUGE
+        if not is_usable and norm <= HUGE:
+            norm = float32(0.0)
+        head[0] = norm
+        factor = parts / norm if is_usable else float32(0.0)
+        step = norm / parts
+        numbers = cast(work, uint8)
+        first, second = uint32(args[1]), uint32(args[2])
+        place = int64(0)
+        for start in range(0, count, BLOCK):
+            n = min(int64(BLOCK), count - start)
+            index = uint32(start)  # counts in 32 bits, for LLVM
+            for i in range(n):
+                x = v[start + i] if is_usable else float32(0.0)
+                y, chance = x * factor, random_mantissa(index, first, second)
+                index = uint32(index + uint32(1))
+                code = (_dither_natural(y, chance, levels) if natural
+                        else _dither_linear(y, chance, levels))  # fmt: skip
+                numbers[i] = uint8(code)
+                if keeps:
+                    d = _level(abs(code), natural) * step
+                    v[start + i] = v[start + i] - (-d if code < 0 else d)
+            _pack(numbers, n, at(codes, place), bits)
+            place += _block_bytes(bits, n)
+        return OK
 
-        return encode
-
-    return make
+    return encode
 
 
-def _make_dithering_decode(natural: bool) -> Callable[[bool], Callable[..., int]]:
-    def make(adds: bool) -> Callable[..., int]:
-        def decode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
-            """Return sign * level * N / s."""
-            levels, bits = int32(args[0] & 255), args[0] >> 8
-            parts = float32(real_of(uint32((levels + int32(126)) << int32(23)))
-                            if natural else float32(levels))  # fmt: skip
-            step = head[0] / parts
-            numbers = cast(work, uint8)
-            place = int64(0)
-            for start in range(0, count, BLOCK):
-                n = min(int64(BLOCK), count - start)
-                _unpack(at(codes, place), n, numbers, bits)
-                place += _block_bytes(bits, n)
-                for i in range(n):
-                    code = int32(cast(numbers, types.int8)[i])
-                    d = _level(int32(-code) if code < 0 else code, natural) * step
-                    x = -d if code < 0 else d
-                    v[start + i] = v[start + i] + x if adds else x
-            return OK
+def _dithering_decode(adds: bool, natural: bool) -> Callable[..., int]:
+    def decode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
+        """Return sign * level * N / s."""
+        levels, bits = int32(args[0] & 255), args[0] >> 8
+        parts = float32(real_of(uint32((levels + int32(126)) << int32(23)))
+                        if natural else float32(levels))  # fmt: skip
+        step = head[0] / parts
+        numbers = cast(work, uint8)
+        place = int64(0)
+        for start in range(0, count, BLOCK):
+            n = min(int64(BLOCK), count - start)
+            _unpack(at(codes, place), n, numbers, bits)
+            place += _block_bytes(bits, n)
+            for i in range(n):
+                code = int32(cast(numbers, types.int8)[i])
+                d = _level(int32(-code) if code < 0 else code, natural) * step
+                x = -d if code < 0 else d
+                v[start + i] = v[start + i] + x if adds else x
+        return OK
 
-        return decode
-
-    return make
+    return decode
 
 
 # ---- casts ----
-def _make_cast_encode(code: DType) -> Callable[[bool], Callable[..., int]]:
+def _cast_encode(keeps: bool, code: DType) -> Callable[..., int]:
     is_half = code is DType.FLOAT16
 
-    def make(keeps: bool) -> Callable[..., int]:
-        def encode(v: Any, count: Any, codes: Any, head: Any, _work: Any, _args: Any) -> int:
-            """Round to 16 bits, to nearest, ties to even."""
-            head[0] = float32(1.0)
-            halves = cast(codes, uint16)
-            for i in range(count):
-                half = half_of(v[i]) if is_half else bfloat_of(v[i])
-                halves[i] = half
-                if keeps:
-                    v[i] = v[i] - (float_of_half(half) if is_half else float_of_bfloat(half))
-            return OK
+    def encode(v: Any, count: Any, codes: Any, head: Any, _work: Any, _args: Any) -> int:
+        """Round to 16 bits, to nearest, ties to even."""
+        head[0] = float32(1.0)
+        halves = cast(codes, uint16)
+        for i in range(count):
+            half = half_of(v[i]) if is_half else bfloat_of(v[i])
+            halves[i] = half
+            if keeps:
+                v[i] = v[i] - (float_of_half(half) if is_half else float_of_bfloat(half))
+        return OK
 
-        return encode
-
-    return make
+    return encode
 
 
-def _make_cast_decode(code: DType) -> Callable[[bool], Callable[..., int]]:
+def _cast_decode(adds: bool, code: DType) -> Callable[..., int]:
     is_half = code is DType.FLOAT16
 
-    def make(adds: bool) -> Callable[..., int]:
-        def decode(v: Any, count: Any, codes: Any, _head: Any, _work: Any, _args: Any) -> int:
-            """Widen 16 bits."""
-            halves = cast(codes, uint16)
-            for i in range(count):
-                x = float_of_half(halves[i]) if is_half else float_of_bfloat(halves[i])
-                v[i] = v[i] + x if adds else x
-            return OK
+    def decode(v: Any, count: Any, codes: Any, _head: Any, _work: Any, _args: Any) -> int:
+        """Widen 16 bits."""
+        halves = cast(codes, uint16)
+        for i in range(count):
+            x = float_of_half(halves[i]) if is_half else float_of_bfloat(halves[i])
+            v[i] = v[i] + x if adds else x
+        return OK
 
-        return decode
-
-    return make
+    return decode
 
 
 # ---- int8 and int4 ----
-def _make_block_encode(bits: int) -> Callable[[bool], Callable[..., int]]:
+def _block_encode(keeps: bool, bits: int) -> Callable[..., int]:
     most = float32((1 << (bits - 1)) - 1)
 
-    def make(keeps: bool) -> Callable[..., int]:
-        def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, _args: Any) -> int:
-            """Round to multiples of scale = max |v| / (2**(bits - 1) - 1), for each BLOCK its own.
+    def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, _args: Any) -> int:
+        """Round to multiples of scale = max |v| / (2**(bits - 1) - 1), for each BLOCK its own.
 
-            To nearest, ties to even. A block is its scale, float32, and its codes. Source:
-            Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
-            """
-            head[0] = float32(1.0)
-            numbers = cast(work, uint8)
-            place = int64(0)
-            for start in range(0, count, BLOCK):
-                n = min(int64(BLOCK), count - start)
-                scale = real_of(largest(v, start, start + n)) / most
-                inverse = float32(1.0) / scale if TINY <= scale <= HUGE else float32(0.0)
-                if scale < TINY:
-                    scale = float32(0.0)
-                cast(at(codes, place), float32)[0] = scale
-                for i in range(n):
-                    x = v[start + i]
-                    y = x * inverse + ROUNDER
-                    numbers[i] = uint8(bits_of(y)) if inverse != float32(0.0) else uint8(0)
-                    if keeps:
-                        v[start + i] = x - (y - ROUNDER) * scale
-                _pack(numbers, n, at(codes, place + 4), bits)
-                place += 4 + _block_bytes(bits, n)
-            return OK
+        To nearest, ties to even. A block is its scale, float32, and its codes. Source:
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
+        """
+        head[0] = float32(1.0)
+        numbers = cast(work, uint8)
+        place = int64(0)
+        for start in range(0, count, BLOCK):
+            n = min(int64(BLOCK), count - start)
+            scale = real_of(largest(v, start, start + n)) / most
+            inverse = float32(1.0) / scale if TINY <= scale <= HUGE else float32(0.0)
+            if scale < TINY:
+                scale = float32(0.0)
+            cast(at(codes, place), float32)[0] = scale
+            for i in range(n):
+                x = v[start + i]
+                y = x * inverse + ROUNDER
+                numbers[i] = uint8(bits_of(y)) if inverse != float32(0.0) else uint8(0)
+                if keeps:
+                    v[start + i] = x - (y - ROUNDER) * scale
+            _pack(numbers, n, at(codes, place + 4), bits)
+            place += 4 + _block_bytes(bits, n)
+        return OK
 
-        return encode
-
-    return make
+    return encode
 
 
-def _make_block_decode(bits: int) -> Callable[[bool], Callable[..., int]]:
-    def make(adds: bool) -> Callable[..., int]:
-        def decode(v: Any, count: Any, codes: Any, _head: Any, work: Any, _args: Any) -> int:
-            """Multiply the codes of each block by its scale."""
-            numbers = cast(work, uint8)
-            place = int64(0)
-            for start in range(0, count, BLOCK):
-                n = min(int64(BLOCK), count - start)
-                scale = cast(at(codes, place), float32)[0]
-                _unpack(at(codes, place + 4), n, numbers, bits)
-                place += 4 + _block_bytes(bits, n)
-                for i in range(n):
-                    x = float32(cast(numbers, types.int8)[i]) * scale
-                    v[start + i] = v[start + i] + x if adds else x
-            return OK
+def _block_decode(adds: bool, bits: int) -> Callable[..., int]:
+    def decode(v: Any, count: Any, codes: Any, _head: Any, work: Any, _args: Any) -> int:
+        """Multiply the codes of each block by its scale."""
+        numbers = cast(work, uint8)
+        place = int64(0)
+        for start in range(0, count, BLOCK):
+            n = min(int64(BLOCK), count - start)
+            scale = cast(at(codes, place), float32)[0]
+            _unpack(at(codes, place + 4), n, numbers, bits)
+            place += 4 + _block_bytes(bits, n)
+            for i in range(n):
+                x = float32(cast(numbers, types.int8)[i]) * scale
+                v[start + i] = v[start + i] + x if adds else x
+        return OK
 
-        return decode
-
-    return make
+    return decode
 
 
 # ---- compiling ----
@@ -634,23 +617,23 @@ ENCODERS: dict[str, Callable[[bool], Callable[..., int]]] = {
     "onebit": _onebit_encode,
     "topk": _topk_encode,
     "randomk": _randomk_encode,
-    "linear": _make_dithering_encode(natural=False),
-    "natural": _make_dithering_encode(natural=True),
-    "fp16": _make_cast_encode(DType.FLOAT16),
-    "bf16": _make_cast_encode(DType.BFLOAT16),
-    "int8": _make_block_encode(8),
-    "int4": _make_block_encode(4),
+    "linear": partial(_dithering_encode, natural=False),
+    "natural": partial(_dithering_encode, natural=True),
+    "fp16": partial(_cast_encode, code=DType.FLOAT16),
+    "bf16": partial(_cast_encode, code=DType.BFLOAT16),
+    "int8": partial(_block_encode, bits=8),
+    "int4": partial(_block_encode, bits=4),
 }
 DECODERS: dict[str, Callable[[bool], Callable[..., int]]] = {
     "onebit": _onebit_decode,
     "topk": _topk_decode,
     "randomk": _randomk_decode,
-    "linear": _make_dithering_decode(natural=False),
-    "natural": _make_dithering_decode(natural=True),
-    "fp16": _make_cast_decode(DType.FLOAT16),
-    "bf16": _make_cast_decode(DType.BFLOAT16),
-    "int8": _make_block_decode(8),
-    "int4": _make_block_decode(4),
+    "linear": partial(_dithering_decode, natural=False),
+    "natural": partial(_dithering_decode, natural=True),
+    "fp16": partial(_cast_decode, code=DType.FLOAT16),
+    "bf16": partial(_cast_decode, code=DType.BFLOAT16),
+    "int8": partial(_block_decode, bits=8),
+    "int4": partial(_block_decode, bits=4),
 }
 
 
