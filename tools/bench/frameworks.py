@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common, train_torch
+from tools.bench._driven import Commands, free_port
 
 PEER = Path(__file__).with_name("_framework_peer.py")
 VENVS = Path(__file__).parents[2] / ".venvs"
@@ -52,11 +53,11 @@ ALONE = {
 class Team(train_torch.Team):
     """The processes of one framework, with or without an exchange."""
 
-    def commands(self, workers: int, servers: int, launch: Sequence[str]) -> train_torch.Commands:
+    def commands(self, workers: int, servers: int, launch: Sequence[str]) -> Commands:
         """Give the commands of all processes; MXNet's store wants two more than its workers."""
         if self.system not in RIVALS:
             return super().commands(workers, servers, launch)
-        ports = [train_torch.free_port() for _ in range(workers)]
+        ports = [free_port() for _ in range(workers)]
         made = [(self.peer()[0], rival_settings(rank, ports)) for rank in range(workers)]
         if self.system == "mxnet-dist":
             run = [python_of("mxnet"), "-c", "import mxnet"]
@@ -98,17 +99,13 @@ def local_of(name: str) -> str:
 @contextlib.contextmanager
 def teams(options: argparse.Namespace) -> Iterator[list[Team]]:
     """Start two teams for each framework; end them whatever happens."""
-    started: list[Team] = []
     settings = [f"{name}={value}" for name, value in ALONE.items()] + options.settings
-    try:
-        for name in options.frameworks.split(","):
-            for system in (local_of(name), name):
-                if system not in [team.name for team in started]:
-                    started.append(Team(system, options.workers, 0, settings, ()))
-        yield started
-    finally:
-        for team in started:
-            team.close()
+    names = options.frameworks.split(",")
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(contextlib.closing(Team(system, options.workers, 0, settings, ())))
+            for system in dict.fromkeys(one for name in names for one in (local_of(name), name))
+        ]
 
 
 def measure(

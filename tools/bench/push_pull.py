@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))  # last: fastps may be installed elsewhere
 
 from fastps.config.closed_pipe import ends_quietly
 from fastps.config.versions import command_of
 from tools.bench import _common
+from tools.bench._driven import Commands, Driven, settings_of
 
 PEER = Path(__file__).with_name("_peer.py")
 SUFFIXES = {"K": 1 << 10, "M": 1 << 20}
@@ -55,60 +51,16 @@ def format_size(nbytes: int) -> str:
     return str(nbytes)
 
 
-def free_port() -> int:
-    """Give a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
-class Team:
-    """The two processes of one system, obeying over one connection each."""
+class Team(Driven):
+    """The two processes of one system."""
 
     def __init__(self, name: str, servers: int, arguments: Sequence[str] = ()) -> None:
-        self.name = name
         self.system, _, settings = name.partition(":")
         self.mark = secrets.token_hex(8)
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.listener.settimeout(120)
-        environment = {
-            **os.environ,
-            "BENCH_DRIVER": f"127.0.0.1:{self.listener.getsockname()[1]}",
-            "BENCH_MARK": self.mark,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": "2",
-            **dict(item.split("=", 1) for item in settings.split("+") if item),
-        }
-        self.processes = [
-            subprocess.Popen(command, env=environment | extra, start_new_session=True)
-            for command, extra in self._commands(servers, arguments)
-        ]
-        self.files = self._accept()
-
-    def _commands(
-        self, servers: int, arguments: Sequence[str]
-    ) -> list[tuple[list[str], dict[str, str]]]:
-        peer = [sys.executable, str(PEER), self.system]
-        if self.system == "fastps":
-            launch = [*command_of("fastps.launch.run"), "-np", "2", "-s", str(servers)]
-            return [([*launch, *arguments, *peer], {})]
-        return [(peer, {"RANK": str(rank)}) for rank in range(2)]
-
-    def _accept(self) -> list[Any]:
-        files = {}
-        for _ in range(2):
-            sock, _ = self.listener.accept()
-            sock.settimeout(300)
-            file = sock.makefile("rw", encoding="utf-8")
-            files[json.loads(file.readline())["rank"]] = file
-        return [files[rank] for rank in sorted(files)]
-
-    def ask(self, **command: object) -> list[dict[str, Any]]:
-        """Let both processes run a command; give their answers by rank."""
-        for file in self.files:
-            file.write(json.dumps(command) + "\n")
-            file.flush()
-        return [json.loads(file.readline()) for file in self.files]
+        own = {"BENCH_MARK": self.mark, **settings_of(*settings.split("+"))}
+        super().__init__(
+            name, commands_of(self.system, servers, arguments), workers=2, settings=own
+        )
 
     def check(self, **work: int) -> None:
         """Stop the benchmark if a sum is wrong."""
@@ -132,30 +84,24 @@ class Team:
                     total += (int(fields[11]) + int(fields[12])) / TICKS
         return total
 
-    def close(self) -> None:
-        """Hang up; end what does not end by itself."""
-        for file in self.files:
-            with contextlib.suppress(OSError):
-                file.close()
-        self.listener.close()
-        for process in self.processes:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGTERM)
+
+def commands_of(system: str, servers: int, arguments: Sequence[str]) -> Commands:
+    """Give the commands of the processes of a system, each with settings of its own."""
+    peer = [sys.executable, str(PEER), system]
+    if system == "fastps":
+        launch = [*command_of("fastps.launch.run"), "-np", "2", "-s", str(servers)]
+        return [([*launch, *arguments, *peer], {})]
+    return [(peer, {"RANK": str(rank)}) for rank in range(2)]
 
 
 @contextlib.contextmanager
 def teams(names: Sequence[str], servers: int, arguments: Sequence[str]) -> Iterator[list[Team]]:
     """Start the systems; end them whatever happens."""
-    started: list[Team] = []
-    try:
-        for name in names:
-            started.append(Team(name, servers, arguments))
-        yield started
-    finally:
-        for team in started:
-            team.close()
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(contextlib.closing(Team(name, servers, arguments)))
+            for name in names
+        ]
 
 
 def iterations_of(nbytes: int) -> int:

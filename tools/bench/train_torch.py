@@ -24,21 +24,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fastps.config.closed_pipe import ends_quietly
 from tools.bench import _common
+from tools.bench._driven import Commands, Driven, settings_of
 
 PEER = Path(__file__).with_name("_train_peer.py")
 MODELS = ("mlp", "wide", "many")
@@ -48,38 +43,20 @@ FASTPS = ("ddp", "optimizer")
 ALONE = ("local", "fsdp-none")  # nobody sends anything, and weights differ
 OTHERS = (*ALONE, "gloo", "backend", "fsdp-gloo", "fsdp-backend")
 AGAINST = {"fsdp-gloo": "fsdp-gloo", "fsdp-backend": "fsdp-gloo"}  # the others: gloo
-START_S, ANSWER_S = 120, 300
 NEARLY = 1e-5  # of the length of all weights
 
-Commands = list[tuple[list[str], dict[str, str]]]  # each with settings of its own
 
-
-class Team:
-    """The processes of one system, obeying over one connection each."""
+class Team(Driven):
+    """The processes of one system."""
 
     def __init__(
         self, name: str, workers: int, servers: int, settings: Sequence[str], launch: Sequence[str]
     ) -> None:
-        self.name = name
         self.system, _, own = name.partition(":")
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.listener.settimeout(START_S)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "BENCH_DRIVER": f"127.0.0.1:{self.listener.getsockname()[1]}",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "WORLD_SIZE": str(workers),
-            **dict(item.split("=", 1) for item in [*settings, *own.split("+")] if item),
-        }
-        self.processes = []
-        self.files: list[Any] = []
-        for command, extra in self.commands(workers, servers, launch):
-            self.processes.append(
-                subprocess.Popen(command, env=environment | extra, start_new_session=True)
-            )
-        self._accept(workers)
+        super().__init__(
+            name, self.commands(workers, servers, launch), workers=workers,
+            settings={"OMP_NUM_THREADS": "1", **settings_of(*settings, *own.split("+"))},
+        )  # fmt: skip
 
     def commands(self, workers: int, servers: int, launch: Sequence[str]) -> Commands:
         """Give the commands of all processes, each with settings of its own."""
@@ -95,74 +72,21 @@ class Team:
             raise SystemExit(f"no system is called {self.system!r}")
         return [sys.executable, str(PEER), self.system], self.system in FASTPS
 
-    def _accept(self, workers: int) -> None:
-        files: dict[int, Any] = {}
-        try:
-            for _ in range(workers):
-                sock, _ = self.listener.accept()
-                sock.settimeout(ANSWER_S)
-                file = sock.makefile("rw", encoding="utf-8")
-                files[json.loads(file.readline())["rank"]] = file
-        except TimeoutError:
-            self.close()
-            raise SystemExit(f"{self.name}: only {len(files)} processes came up") from None
-        self.files = [files[rank] for rank in sorted(files)]
-
-    def ask(self, **command: object) -> list[dict[str, Any]]:
-        """Let all processes run a command; give their answers by rank."""
-        for file in self.files:
-            file.write(json.dumps(command) + "\n")
-            file.flush()
-        answers = [file.readline() for file in self.files]
-        if not all(answers):
-            raise SystemExit(f"{self.name}: a process ended early; see its messages above")
-        return [json.loads(answer) for answer in answers]
-
     def step_seconds(self, model: str, steps: int) -> float:
         """Train and give the mean over the processes of their median step."""
         answers = self.ask(op="time", model=model, steps=steps)
         return statistics.mean(statistics.median(answer["seconds"]) for answer in answers)
 
-    def close(self) -> None:
-        """Hang up; end what does not end by itself."""
-        for file in self.files:
-            with contextlib.suppress(OSError):
-                file.close()
-        self.listener.close()
-        for process in self.processes:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(15)
-
-
-def free_port() -> int:
-    """Find a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
 
 @contextlib.contextmanager
 def teams(options: argparse.Namespace) -> Iterator[list[Team]]:
     """Start the systems; end them whatever happens."""
-    started: list[Team] = []
-    try:
-        for name in options.systems.split(","):
-            started.append(
-                Team(
-                    name,
-                    options.workers,
-                    options.servers,
-                    options.settings,
-                    options.launch.split(),
-                )
-            )
-        yield started
-    finally:
-        for team in started:
-            team.close()
+    how = (options.workers, options.servers, options.settings, options.launch.split())
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(contextlib.closing(Team(name, *how)))
+            for name in options.systems.split(",")
+        ]
 
 
 def check(systems: Sequence[Team], model: str) -> int:

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.bench._driven import free_port
 from tools.bench.peers._places import Places
 from tools.bench.peers._systems import System
-from tools.bench.push_pull import free_port
 
 START_S = 90.0
 ANSWER_S = 600.0  # for one command: 64 MB on processes that spin against each other
