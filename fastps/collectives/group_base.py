@@ -418,10 +418,6 @@ class GroupBase:
         gone = self._host.exchange.gone if self.size > 1 else ()
         return [self.ranks.index(rank) for rank in gone if rank in self.ranks]
 
-    def count_of(self, name: str) -> int:
-        """Do count() without noting a name that was not used."""
-        return self.count(name) if name in self.channels else 0
-
     def count(self, name: str | None) -> int:
         """Count the operations that were started under a name."""
         return self._host.exchange.count(self.channels.of(name))

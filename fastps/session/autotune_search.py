@@ -53,12 +53,6 @@ class Search:
         self._asking = self._search()
         next(self._asking)
 
-    @property
-    def most_trials(self) -> int:
-        """Bound the measurements: those of each line are fewer than its values."""
-        lines = MAX_SWEEPS * sum(len(knob.values) for knob in self.knobs)
-        return 1 + lines + TURNS * (FINALISTS + 1)
-
     def measured(self, seconds: float) -> None:
         """Tell how long a step takes with `setting`; the next one stands there then."""
         self.trials += 1
