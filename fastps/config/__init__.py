@@ -184,7 +184,7 @@ class Config:
              "lost, see docs/fault-tolerance.md; 0: a loss ends the job. The same in all "
              "processes.")
     view_log: str = _set(JOB, "", parse=as_path,
-        text="File to which the scheduler of an elastic job appends a line for each view: its "
+        text="File in which the scheduler of an elastic job writes a line for each view: its "
              "workers, and the last result of each name; for FASTPS_REPLAY.")
     replay: str = _set(JOB, "", parse=as_path,
         text="Log of views of an elastic job that this one makes again: the same workers "

@@ -140,7 +140,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Note:
-    """Append a view that has ended to the log of views."""
+    """Add a view that has ended to the log of views."""
 
     record: ViewRecord
 

@@ -53,7 +53,7 @@ from fastps.control.protocol import (
     unpack_to_scheduler,
 )
 from fastps.control.start_watch import Place
-from fastps.control.view_log import ViewRecord, append_record, read_records
+from fastps.control.view_log import ViewRecord, read_records, write_records
 from fastps.errors import ConfigError, ProtocolError
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
 from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose
@@ -113,6 +113,7 @@ class Scheduler:
             state_of=_state_of,
             replay=_views_to_replay(config),
         )
+        self._views: list[ViewRecord] = []  # that have ended
         self._on_ready = on_ready
         self._on_change = on_change
         self._listeners = list(listeners)
@@ -409,10 +410,11 @@ class Scheduler:
             transport.abort()
 
     def _note(self, record: ViewRecord) -> None:
-        """Append a view to the log of views, if there is one."""
+        """Write the log of views, if there is one."""
+        self._views.append(record)
         if self._config.view_log:
             try:
-                append_record(self._config.view_log, record)
+                write_records(self._config.view_log, self._views)
             except OSError as error:
                 log.error("FASTPS_VIEW_LOG=%s lacks a view: %s", self._config.view_log, error)
 

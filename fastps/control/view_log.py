@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from fastps.errors import ConfigError
+from fastps.files import open_folder, read_file
 
 
 class ViewRecord(msgspec.Struct, frozen=True):
@@ -86,16 +87,18 @@ def _merged(records: Sequence[ViewRecord]) -> list[ViewRecord]:
     return merged
 
 
-def append_record(path: str, record: ViewRecord) -> None:
-    """Append a view to a log; raises OSError."""
-    with Path(path).open("ab") as file:
-        file.write(msgspec.json.encode(record) + b"\n")
+def write_records(path: str, records: Sequence[ViewRecord]) -> None:
+    """Write the views of a job so far, in place of an older log; raises OSError."""
+    place = Path(path)
+    with open_folder(place.parent) as folder, folder.replace(place.name) as file:
+        file.writelines(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def read_records(path: str) -> list[ViewRecord]:
     """Read a log; ConfigError for what is none."""
     try:
-        lines = Path(path).read_bytes().splitlines()
+        with read_file(Path(path)) as file:
+            lines = file.readlines()
         found = [msgspec.json.decode(line, type=ViewRecord) for line in lines]
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(

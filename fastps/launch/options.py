@@ -160,7 +160,7 @@ class Options:
         "go on with the others when workers or servers are lost, as long as N workers are left "
         "(FASTPS_ELASTIC_MIN; default: a loss ends the job)")
     view_log: str | None = word(HOW_MANY, "--view-log", None, str, "FILE",
-        "with --min: append a line for each loss, which says who contributed to what "
+        "with --min: write a line for each loss, which says who contributed to what "
         "(FASTPS_VIEW_LOG)")
     replay: str | None = word(HOW_MANY, "--replay", None, str, "FILE",
         "with --min: make a job again from its --view-log, with the same losses and the same bits "

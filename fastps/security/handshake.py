@@ -13,11 +13,11 @@ client proof = HMAC(key, "client" || hello || whole challenge)
 last proof   = HMAC(key, "accept" || hello || challenge || client proof || accept without proof)
 
 All proofs cover both nonces and all messages so far, so none can be replayed, used for another
-purpose, sender or lane, or reflected. A refusal of the token has no proof, only zeros. An option is
-a bit that either side may set: the union holds for the connection, and since the proofs cover both
-bytes, nobody between them can clear one. Decides which connections are accepted; never touches a
-socket or a clock: callers move the bytes and bound the time. An object serves one connection, on
-one thread. The handshake does not encrypt or authenticate what follows on the connection.
+purpose, sender or lane, or reflected. A refusal of the token has no proof, only zeros. An option
+is a bit that either side may set: the union holds for the connection, and since the proofs cover
+both bytes, nobody between them can clear one. Decides which connections are accepted; never
+touches a socket or a clock: callers move the bytes and bound the time. An object serves one
+connection, on one thread. The handshake does not encrypt or authenticate what follows.
 """
 
 from __future__ import annotations

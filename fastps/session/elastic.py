@@ -259,6 +259,7 @@ class ElasticSession(Session):
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
         self.changed = threading.Condition()  # guards the next seven
         self._generation = 0  # of the job, in this view
+        self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them
         self.told_view = 1  # the last one that the program knows of
         self._counts: dict[str, int] = {}  # of commits, by name
         self._news: ViewLost | None = None  # what the view is about to end for

@@ -163,10 +163,13 @@ class ElasticGroups(Groups):
 
     def no_window(self, name: str, others: Sequence[str]) -> Exception:
         """Word the error of a window that is not there; see Groups.no_window()."""
-        error = super().no_window(name, others)
-        if isinstance(error, ViewChangedError):
-            self._session.told_view = self._view
-        return error
+        if not (lost := self._session.ended_windows.get(name)):
+            return super().no_window(name, others)
+        self._session.told_view = self._view
+        return ViewChangedError(
+            f"window {name!r} has ended: {lost}; the job goes on without it: call "
+            "set_topology() and win_create() again on all workers"
+        )
 
     def track(self, operation: Operation, n_members: int) -> None:
         """Take an operation that has begun, and is to be committed."""
@@ -247,6 +250,8 @@ class ElasticGroups(Groups):
 
     def end_view(self, lost: str) -> None:
         """Let no operation begin or be committed any more; see Groups.end_view()."""
+        if self.has_windows:
+            self._session.ended_windows |= dict.fromkeys(self.windows.names, lost)
         with self._changed:
             super().end_view(lost)
             self._drop_all()

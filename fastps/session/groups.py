@@ -359,18 +359,11 @@ class Groups:
     def end_view(self, lost: str) -> None:
         """Let no operation begin any more: some member is lost, and ranks become others."""
         self._lost = lost
-        if self._windows is not None:
-            self._session.ended_windows |= dict.fromkeys(self._windows.names, lost)
         for group in list(self.known.values()):
             group.is_removed = True
 
     def no_window(self, name: str, others: Sequence[str]) -> Exception:
         """Word the error of a window that is not there; others: the names of those that are."""
-        if lost := self._session.ended_windows.get(name):
-            return ViewChangedError(
-                f"window {name!r} has ended: {lost}; the job goes on without it: call "
-                "set_topology() and win_create() again on all workers"
-            )
         return ValueError(f"there is no window {name!r}, only {others}: call win_create() first")
 
     def removed(self, name: str) -> Exception:

@@ -141,7 +141,6 @@ class Session(ForgetMixin):
         self._client: ControlClient | None = None
         self.n_forgotten = 0
         self.held: dict[str, Any] = {}  # by name: see algorithms/held_parameters.py
-        self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them
         self.extra_statistics: list[Callable[[], dict[str, float]]] = []  # what statistics() adds
         self.rank, self.size, self.local_rank, self.local_size = 0, 1, 0, 1
         fork.sessions.add(self)
