@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -13,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from harness import slowed
+from programs_lifecycle import in_threads
 
 import fastps
 from fastps.errors import FastPSError, MismatchError, StallError
 
-THREADS = 8
 COUNT = 30_000  # of a large array: making its result takes longer than a thread's turn
 SOON_S = 5.0
 # These ask validators, which are another job's.
@@ -184,25 +182,15 @@ def at_once(name: str) -> Any:
 
 def from_threads(handle: Any) -> list[Any]:
     """Wait for a handle in several threads at once; give what each got, or its error."""
-    ready, found = threading.Barrier(THREADS), []
+    found: list[Any] = []
 
-    def wait() -> None:
-        ready.wait()
+    def wait(_: int) -> None:
         try:
             found.append(handle.wait())
         except FastPSError as error:
             found.append(error)
 
-    threads = [threading.Thread(target=wait) for _ in range(THREADS)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    in_threads(wait)
     return found
 
 

@@ -369,16 +369,22 @@ class Front:
         return whole.reshape(context)
 
 
-def test_a_compression_that_sends_a_view(cluster: FakeCluster) -> None:
+def step_with(cluster: FakeCluster, compression: Any) -> tuple[list[Any], Any]:
+    """Step once with a compression; give the models, and a twin with the whole gradients."""
     models, twin = make_models(cluster), make_model()
 
     def body(rank: int) -> None:
-        optimizer = wrap(models[rank], compression=Front())
+        optimizer = wrap(models[rank], compression=compression)
         loss_of(models[rank], part(0, rank)).backward()
         optimizer.step()
 
     cluster.run(body)
     loss_of(twin, batch(0)).backward()
+    return models, twin
+
+
+def test_a_compression_that_sends_a_view(cluster: FakeCluster) -> None:
+    models, twin = step_with(cluster, Front())
     for p in twin.parameters():
         p.grad.view(-1)[p.numel() // 2 + 1 :] = 0
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
@@ -386,15 +392,7 @@ def test_a_compression_that_sends_a_view(cluster: FakeCluster) -> None:
 
 
 def test_a_foreign_compression(cluster: FakeCluster) -> None:
-    models, twin = make_models(cluster), make_model()
-
-    def body(rank: int) -> None:
-        optimizer = wrap(models[rank], compression=Doubling())
-        loss_of(models[rank], part(0, rank)).backward()
-        optimizer.step()
-
-    cluster.run(body)
-    loss_of(twin, batch(0)).backward()
+    models, twin = step_with(cluster, Doubling())
     torch.optim.SGD(twin.parameters(), lr=0.1).step()
     assert_same_weights(models, twin, 1e-6)
 
