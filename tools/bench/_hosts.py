@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -55,3 +57,20 @@ def on_hosts(hosts: int, rate: str, worker: list[str], validators: int = 0) -> i
         codes = [process.wait() for process in started[1:]]
     started[0].wait()  # the lab has ended it
     return sum(codes)
+
+
+def on_each_host(
+    parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], None], *, rate: str
+) -> int:
+    """Read the command line, and do the work on each host of a lab; give the exit code.
+
+    The program runs itself there with --worker. rate: of the links, by default.
+    """
+    parser.add_argument("--hosts", type=int, default=4, help="workers (%(default)s)")
+    parser.add_argument("--rate", default=rate, help="of the links (%(default)s)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return 0
+    return on_hosts(options.hosts, options.rate, [sys.executable, *sys.argv, "--worker"])

@@ -34,7 +34,7 @@ import fastps.torch as fps
 from fastps import topology
 from fastps.config.closed_pipe import ends_quietly
 from fastps.frameworks.torch.decentralized.optimizer import bucketed
-from tools.bench._hosts import on_hosts
+from tools.bench._hosts import on_each_host
 from tools.bench._waiting import Layer
 
 WIDTH, LAYERS = 1024, 24  # 25.2 million parameters
@@ -130,22 +130,14 @@ def report(rounds: list[dict[str, float]], transfer_s: float, ready_s: float) ->
 
 
 @ends_quietly
-def main() -> None:
+def main() -> int:
     """Make the hosts and start a worker on each; or be one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=4, help="workers (%(default)s)")
-    parser.add_argument("--rate", default="200mbit", help="of the links (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="of a turn (%(default)s)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options)
-        return
-    worker = [sys.executable, *sys.argv, "--worker"]
-    raise SystemExit(on_hosts(options.hosts, options.rate, worker))
+    return on_each_host(parser, work, rate="200mbit")
 
 
 if __name__ == "__main__":

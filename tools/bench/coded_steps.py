@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 import fastps.torch as fps
 from fastps.config.closed_pipe import ends_quietly
-from tools.bench._hosts import on_hosts
+from tools.bench._hosts import on_each_host
 from tools.bench._waiting import Layer
 
 WIDTH, LAYERS = 1024, 24  # 25.2 million parameters
@@ -107,24 +107,16 @@ def report(kind: str, rounds: list[dict[str, float]], wire_s: float) -> None:
 
 
 @ends_quietly
-def main() -> None:
+def main() -> int:
     """Make the hosts and start a worker on each; or be one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=4, help="workers (%(default)s)")
-    parser.add_argument("--rate", default="200mbit", help="of the links (%(default)s)")
     parser.add_argument("--compute", type=float, default=1.0, metavar="S", help="(%(default)s)")
     parser.add_argument("--kinds", default=",".join(BYTES), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="of a turn (%(default)s)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options)
-        return
-    worker = [sys.executable, *sys.argv, "--worker"]
-    raise SystemExit(on_hosts(options.hosts, options.rate, worker))
+    return on_each_host(parser, work, rate="200mbit")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fastps
 import fastps.torch as fps
 from fastps.config.closed_pipe import ends_quietly
-from tools.bench._hosts import on_hosts
+from tools.bench._hosts import on_each_host
 
 WIDTH, LAYERS = 2048, 6  # 25.2 million parameters
 SECONDS, CPU, SENT = range(3)  # of what measure() gives
@@ -115,26 +115,18 @@ def work(options: argparse.Namespace) -> None:
 
 
 @ends_quietly
-def main() -> None:
+def main() -> int:
     """Make the hosts and start a worker on each; or be one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=4, help="workers (%(default)s)")
-    parser.add_argument("--rate", default="10mbit", help="of the links (%(default)s)")
     parser.add_argument("--sync-every", type=int, default=30, help="H (%(default)s)")
     parser.add_argument("--fragments", type=int, default=3, help="parts (%(default)s)")
     parser.add_argument("--delay", type=int, default=8, help="steps (%(default)s)")
     parser.add_argument("--width", type=int, default=WIDTH, help="of a layer (%(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="samples of a step (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns (%(default)s)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        work(options)
-        return
-    worker = [sys.executable, *sys.argv, "--worker"]
-    raise SystemExit(on_hosts(options.hosts, options.rate, worker))
+    return on_each_host(parser, work, rate="10mbit")
 
 
 if __name__ == "__main__":
