@@ -214,7 +214,9 @@ class Membership:
     def receive(self, peer: int, message: ToScheduler | Malformed, now: float) -> list[Action]:
         """Handle a message of a peer."""
         member = self._peers.get(peer)
-        if isinstance(message, Join):
+        if isinstance(message, ResultsLanded) and member is not None:  # workers wait for the answer
+            self._land(member, message, now)
+        elif isinstance(message, Join):
             self._join(peer, message, now)
         elif isinstance(message, Absent):
             self._take_report(message, now)
@@ -240,8 +242,6 @@ class Membership:
             self._keys(member, message)
         elif isinstance(message, Tell):
             self._relay(member, message)
-        elif isinstance(message, ResultsLanded):
-            self._land(member, message, now)
         elif isinstance(message, Dropped):
             self._declarations.dropped(peer, message.request)
         elif isinstance(message, Whereabouts):

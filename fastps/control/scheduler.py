@@ -129,6 +129,7 @@ class Scheduler:
         self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_timer_due = False  # it is about to be set
         self._look_at = 0.0  # when this process looks at its own clock again
         self.address: tuple[str, int] = ("", 0)  # listened on, once run() has started
 
@@ -393,7 +394,9 @@ class Scheduler:
             self._has_told_launchers = True
             for writer in self._launchers:
                 writer.write(pack(self.first_cause))
-        self._set_timer()
+        if not self._is_timer_due:  # after the answers, which somebody waits for
+            self._is_timer_due = True
+            self._loop.call_soon(self._set_timer)
 
     def _send(self, action: Send) -> None:
         writer = self._controls.get(action.peer)
@@ -461,6 +464,7 @@ class Scheduler:
             self._beats.remove(number)
 
     def _set_timer(self) -> None:
+        self._is_timer_due = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
