@@ -10,8 +10,8 @@ Mutual challenge-response with HMAC-SHA256, four messages of fixed size:
 
 server proof = HMAC(key, "server" || hello || challenge without its proof)
 client proof = HMAC(key, "client" || hello || whole challenge)
-last proof   = HMAC(key, "accept" || hello || challenge || client proof || accept without proof)
 
+The last proof is HMAC(key, "accept" || hello || challenge || client proof || accept without it).
 All proofs cover both nonces and all messages so far, so none can be replayed, used for another
 purpose, sender or lane, or reflected. A refusal of the token has no proof, only zeros. An option
 is a bit that either side may set: the union holds for the connection, and since the proofs cover

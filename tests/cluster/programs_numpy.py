@@ -496,7 +496,7 @@ def failing_starts(*, count: int, port: int) -> list[dict[str, int]]:
             TransportTimeout,
             f"127.0.0.1:{port}",
             lambda: fastps.init(
-                size=2, num_servers=1, token="x" * 32, scheduler_host="127.0.0.1",
+                size=2, num_servers=1, token="9f3a61c07be2d584", scheduler_host="127.0.0.1",
                 scheduler_port=port, start_timeout_s=0.1,
             ),
         )  # fmt: skip

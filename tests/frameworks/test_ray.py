@@ -29,7 +29,7 @@ from fastps.frameworks.ray import job as jobs
 
 LIMIT_S = 240
 PRESTART = "RAY_enable_worker_prestart"
-SECRET = "5ec2e7" * 8
+SECRET = "5ec2e7d1c94b8f03a67e21dc"
 pytestmark = [
     pytest.mark.timeout(2 * LIMIT_S),
     pytest.mark.filterwarnings("ignore"),  # Ray's own, which come and go
