@@ -148,11 +148,15 @@ def checked_groups(check: Callable[[], object]) -> Iterator[None]:
         check()
         return kind.group(global_process_set)
 
-    vars(global_process_set)["group"] = group
+    own = vars(global_process_set)
+    before = own.get("group")  # of an elastic.run around this one
+    own["group"] = group
     try:
         yield
     finally:
-        vars(global_process_set).pop("group", None)
+        del own["group"]
+        if before is not None:
+            own["group"] = before
 
 
 class ViewHistory:

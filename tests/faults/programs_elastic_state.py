@@ -172,3 +172,34 @@ def restore_from(*, root: int) -> dict[str, Any]:
     result = train(state)
     hvd.shutdown()
     return {"before": before, "result": result, "seen": seen}
+
+
+def use_a_set(*, victim: int) -> dict[str, Any]:
+    """Reduce in a process set, which callbacks add again; one worker comes late to it."""
+    hvd.init(elastic=hvd.Elastic(min=1))
+    me = hvd.rank()
+    mark("READY")
+    sets = [hvd.add_process_set([0, 1])]
+    state = hvd.elastic.TorchState(step=0, found=[])
+    state.register_reset_callbacks([lambda: sets.append(hvd.add_process_set([0, 1]))])
+    calls = 0
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        nonlocal calls
+        calls += 1
+        while state.step < 20:
+            if me == victim and state.step == 10:
+                kill_myself()
+            if me == 1 and state.step == 10 and calls == 1:
+                while hvd.size() == 3:  # until the set is of an earlier view
+                    time.sleep(0.01)
+            if hvd.rank() < 2:
+                some = hvd.allreduce(torch.ones(3), op=hvd.Sum, process_set=sets[-1])
+                state.found.append(int(some[0]))
+            state.step += 1
+            state.commit()
+
+    train(state)
+    hvd.shutdown()
+    return {"found": state.found, "calls": calls}

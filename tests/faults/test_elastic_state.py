@@ -93,6 +93,12 @@ def test_each_index_is_used_once_when_several_die(layout, deaths):
     check_exact(uses_of(results), workers=4)
 
 
+def test_the_last_worker_uses_what_is_left_alone():
+    results = run(programs.count, "shared", 1, workers=2, deaths={"1": 9}, gathers=True)
+    check_exact(uses_of(results), workers=2)
+    assert results[0]["sizes"] == [1]
+
+
 def test_by_default_only_what_the_lost_worker_did_not_use_is_left_out():
     results = run(programs.count, "shared", 1, deaths={"1": 4}, exact=False, every=3, batch=7)
     first, *others = uses_of(results)
@@ -128,6 +134,29 @@ def test_a_loss_that_cost_nothing_calls_the_callbacks(layout, victim):
     assert first["learnt"] == [3.0 * step for step in range(1, 12)] + [
         33.0 + 2.0 * step for step in range(1, 30)
     ]
+
+
+def test_the_first_worker_that_is_left_writes_commits(tmp_path):
+    environment = {**LAYOUTS["shared"][0], "FASTPS_COMMIT_DIR": str(tmp_path)}
+    with Job(
+        programs.go_on, workers=3, servers=0, environment=environment,
+        arguments={"deaths": {"0": 10}},
+    ) as job:  # fmt: skip
+        assert {one["step"] for one in results_of(job, 0).values()} == {40}
+    with Job(
+        programs.go_on, workers=2, servers=0, environment=environment,
+        arguments={"deaths": {}, "steps": 5},
+    ) as job:  # fmt: skip
+        for one in results_of(job).values():
+            assert (one["step"], one["rates"]) == (45, [2])
+            assert one["learnt"][0] == 3.0 * 11 + 2.0 * 30
+
+
+def test_a_process_set_of_an_earlier_view_leads_to_the_last_commit():
+    results = run(programs.use_a_set, "shared", 2, victim=2)
+    for one in results.values():
+        assert one["found"] == [2] * 20
+        assert one["calls"] == 2
 
 
 def test_values_come_from_the_first_worker_that_is_left():
