@@ -45,6 +45,7 @@ def count(
     order: str = "after",
     gathers: bool = False,
     skew_s: float = 0.0,
+    kind: str = "plain",
 ) -> dict[str, Any]:
     """Train; workers die at steps, by their first ranks; return how often each index was used.
 
@@ -56,10 +57,15 @@ def count(
     mark("READY")
     torch.manual_seed(me)
     model = Counting()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), op=hvd.Sum, backward_passes_per_step=passes
-    )
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    net: Any = model
+    if kind == "ddp":
+        net = hvd.DistributedDataParallel(model, op=hvd.Sum)
+    else:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), op=hvd.Sum, backward_passes_per_step=passes,
+            finish_in_backward=kind == "early",
+        )  # fmt: skip
     sampler = hvd.elastic.ElasticSampler(range(COUNT), seed=5, exact=exact)
     loader = torch.utils.data.DataLoader(sampler.dataset, batch_size=batch, sampler=sampler)
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, step=0)
@@ -77,7 +83,7 @@ def count(
                 if deaths.get(str(me)) == n_steps:
                     kill_myself()
                 time.sleep(skew_s * hvd.rank())
-                model(indices).backward()
+                net(indices).backward()
                 if gathers:
                     some = hvd.allgather(torch.full((1,), float(state.step)))
                     gathered.append(some.tolist())

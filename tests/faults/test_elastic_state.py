@@ -84,6 +84,14 @@ def test_batches_may_be_recorded_before_the_step_or_several_for_each(order, pass
     check_exact(uses_of(results))
 
 
+@pytest.mark.parametrize("kind", ["early", "ddp"])
+@pytest.mark.parametrize(
+    ("layout", "fault"), [("shared", "local_arrive@30"), ("apart", "link_recv@102")]
+)
+def test_steps_may_end_with_backward(kind, layout, fault):
+    check_exact(uses_of(run(programs.count, layout, 1, fault=fault, deaths={}, kind=kind)))
+
+
 @pytest.mark.parametrize(
     "deaths", [{"0": 4, "2": 4}, {"3": 2, "1": 5, "0": 17}, {"2": 12, "0": 13}]
 )
