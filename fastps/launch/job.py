@@ -346,12 +346,16 @@ class Job:
 
     def _take_failed(self, failed: Sequence[Part]) -> None:
         self._drain(self._streams(failed))
-        if self._goes_on and all(part.role in ("worker", "server") for part in failed):
-            self._continue_without(failed)
+        if self._goes_on and all(map(self._can_spare, failed)):
+            self._continue_without([part for part in failed if part not in self._lost])
             return
         if self._settled_at is None:
             self._settled_at = time.monotonic() + _SETTLE_S
         self._failed.extend(failed)
+
+    def _can_spare(self, part: Part) -> bool:
+        """Return whether a job that goes on after losses may go on without a part."""
+        return part.role in ("worker", "server")
 
     def _awaits_last_ends(self) -> bool:
         """Return whether the remaining workers only have to end: others have, or all left."""
@@ -396,12 +400,12 @@ class Job:
         Unless workers of other machines go on: then the scheduler here knows how the job ends.
         """
         self._lost.extend(failed)
-        workers = [part for part in self.parts if part.role == "worker"]
-        left = [part.name for part in workers if part.is_alive]
+        workers = [part for part in self.parts if part.role in ("worker", "machine")]
+        left = [part.name for part in workers if part.is_alive and part not in self._lost]
         for part in failed:
             self._screen.report(
-                f"{part.describe()} {part.describe_end()}; {len(left)} of {len(workers)} workers "
-                "continue without it"
+                f"{part.describe()} {part.describe_end()}; {len(left)} of {len(workers)} "
+                f"{workers[0].role}s continue without it"
             )
         others_go_on = (
             self._is_spread and self._scheduler is not None and self._scheduler.state.has_begun

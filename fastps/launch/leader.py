@@ -38,7 +38,13 @@ from fastps.launch.limits import StartError, provide_descriptors
 from fastps.launch.machine import Machine
 from fastps.launch.options import Options
 from fastps.launch.output import Screen
-from fastps.launch.plan import Identity, choose_secret, inherited_environment, make_plan
+from fastps.launch.plan import (
+    Identity,
+    choose_secret,
+    goes_on,
+    inherited_environment,
+    make_plan,
+)
 from fastps.launch.processes import become_subreaper
 from fastps.launch.progress_line import MergedLine
 from fastps.launch.request import pack
@@ -97,8 +103,8 @@ def _run(
 ) -> Cause | None:
     """Start a follower on every machine and wait for the end of all."""
     become_subreaper()
-    fleet = Fleet(options, screen, inbox)
     inherited = inherited_environment(environment)
+    fleet = Fleet(options, screen, inbox, goes_on=goes_on(options, inherited))
     mark = f"fastps-{secrets.token_hex(_MARK_BYTES)}"
     without_scheduler = dataclasses.replace(options.layout, machine=1)  # it runs on machine 0
     try:
@@ -121,11 +127,13 @@ def _run(
 class Fleet(Job):
     """Watch the machines of one job; they start when all of them have answered."""
 
-    def __init__(self, options: Options, screen: Screen, inbox: SignalInbox) -> None:
-        """Start without machines."""
+    def __init__(
+        self, options: Options, screen: Screen, inbox: SignalInbox, *, goes_on: bool
+    ) -> None:
+        """Start without machines; goes_on: other machines may continue without a lost one."""
         super().__init__(
             screen, inbox, grace_s=3 * options.grace_s + _LEAST_GRACE_S,
-            timeout_s=options.timeout_s,
+            timeout_s=options.timeout_s, goes_on=goes_on,
         )  # fmt: skip
         self._options = options
         self._machines: list[Machine] = []
@@ -167,6 +175,10 @@ class Fleet(Job):
         failed: list[Part] = [one for one in self._machines if one.notice_failure()]
         if failed and not self._is_stopping:
             self._take_failed(failed)
+
+    def _can_spare(self, part: Part) -> bool:
+        """Return whether others may go on: the scheduler is on machine 0, and knows."""
+        return isinstance(part, Machine) and part.has_begun and part.rank != 0
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         wait_s = super()._sleep_s(now, until)

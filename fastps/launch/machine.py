@@ -125,7 +125,7 @@ class Machine(Subprocess):
         self._is_failure_noticed = False
         self._code: int | None = None  # of the follower, from its own message
         self._return_code: int | None = None  # of the process here, once it is reaped
-        self._has_begun = False
+        self.has_begun = False
         self._mark = f"{mark} ".encode()
         self._python = python
         self._last: list[bytes] = []
@@ -177,16 +177,16 @@ class Machine(Subprocess):
         """Order the follower to send a signal to its parts; end one that has not begun."""
         if not self.is_alive:
             return
-        if self._has_begun:
+        if self.has_begun:
             self.order({"signal": number})
-        if number == signal.SIGKILL or not self._has_begun:
+        if number == signal.SIGKILL or not self.has_begun:
             self._close()
-        if not self._has_begun:
+        if not self.has_begun:
             self._kill()
 
     def pass_on(self, number: int) -> None:
         """Order the follower to forward a signal that is for the programs alone."""
-        if self.is_alive and self._has_begun:
+        if self.is_alive and self.has_begun:
             self.order({"signal": number})
 
     def describe(self) -> str:
@@ -245,7 +245,7 @@ class Machine(Subprocess):
 
     def begin(self, words: Mapping[str, Any]) -> None:
         """Let the follower start its processes."""
-        self._has_begun = True
+        self.has_begun = True
         self.order(words)
 
     def _on_message(self, line: bytes) -> bool:

@@ -61,6 +61,26 @@ def test_the_scheduler_stays_for_the_workers_of_other_machines(tmp_path, least, 
     assert codes[0] == 0  # as the job; the other machine alone knows its own workers
 
 
+@pytest.mark.parametrize(("least", "victim"), [(1, 0), (1, 1), (2, 1)])
+def test_a_leader_goes_on_without_a_machine_that_has_no_worker_left(tmp_path, least, victim):
+    program = tmp_path / "train.py"
+    program.write_text(textwrap.dedent(PROGRAM).replace("VICTIM", str(victim)))
+    done = subprocess.run(
+        [sys.executable, "-m", "fastps.launch.run", "-H", "localhost:1,127.0.0.1:1", "--min",
+         str(least), sys.executable, str(program)],
+        env=clean_environ() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=90, check=False,
+    )  # fmt: skip
+    shown = done.stdout + done.stderr
+    if least == 2:
+        assert done.returncode not in (0, 124), shown
+        assert "worker 1" in done.stderr.splitlines()[-1], shown
+        return
+    assert done.returncode == 0, shown
+    assert f"LAST {1 << (1 - victim)}" in shown
+    assert ("of 2 machines continue without it" in shown) == (victim == 1), shown
+
+
 def test_a_launcher_takes_no_lost_worker_for_the_one_whose_rank_another_has_now(tmp_path):
     """Worker 1 has rank 0 when it is lost, and ends the job: worker 0 is not to blame."""
     program = tmp_path / "train.py"
