@@ -90,14 +90,16 @@ cdef extern from *:
     #define fps_crc(crc, p, n) (__builtin_cpu_supports("pclmul") \\
         ? fps_crc_three((crc), (p), (n)) : fps_crc_short((crc), (p), (n)))
     #elif defined(__aarch64__)
-    #include <arm_acle.h>
     #include <sys/auxv.h>
     #define FPS_HAS_CRC (1ul << 7)  /* HWCAP_CRC32 */
-    __attribute__((target("+crc"), unused))
+    #define FPS_ARM_CRC(what, crc, value) \\
+        __asm__(".arch_extension crc\\n\\t" what : "+r"(crc) : "r"(value))
+    __attribute__((unused))
     static uint32_t fps_crc_one(uint32_t crc, const void *data, uint64_t n) {
         const uint8_t *at = (const uint8_t *)data;
-        for (crc = ~crc; n >= 8; n -= 8, at += 8) crc = __crc32cd(crc, fps_crc_word(at));
-        while (n--) crc = __crc32cb(crc, *at++);
+        for (crc = ~crc; n >= 8; n -= 8, at += 8)
+            FPS_ARM_CRC("crc32cx %w0, %w0, %x1", crc, fps_crc_word(at));
+        for (; n; n--, at++) FPS_ARM_CRC("crc32cb %w0, %w0, %w1", crc, (uint32_t)*at);
         return ~crc;
     }
     #define fps_crc_short(crc, p, n) (getauxval(AT_HWCAP) & FPS_HAS_CRC \\
