@@ -3,7 +3,7 @@
 
 Streams as a checked link sends them are changed in one place and fed to a link that receives. What
 it delivers must be the frames before that place, bit for bit, and the link must end.
-FASTPS_DAMAGES sets how many changes are tried, e.g. 100000.
+TEST_DAMAGES sets how many changes are tried, e.g. 100000.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aids.mailbox import Mailbox
 from aids.wire import HEADER_BYTES, FrameKind, Header, pack_header
 from fastps.transport.tcp._transport import TcpTransport
 
-N_DAMAGES = int(os.environ.get("FASTPS_DAMAGES", "1500"))
+N_DAMAGES = int(os.environ.get("TEST_DAMAGES", "1500"))
 HEAD_BYTES = HEADER_BYTES + 4
 CHUNK = 64 << 10
 COUNTS = [1, 2, 3, 4, 8, HEAD_BYTES, 99]  # bytes cut, doubled or zeroed

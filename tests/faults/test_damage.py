@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole jobs whose bytes are damaged on the way: told by name, and never summed."""
+"""Whole jobs whose bytes are damaged on the way: told by name, and never summed.
+
+TEST_DAMAGED_JOBS sets how many jobs each test runs.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ from typing import Any
 import programs_damage
 import pytest
 from job import Job
+from test_elastic import check as check_elastic
 
 TCP = {"FASTPS_UNIX_SOCKETS": "0", "FASTPS_SHARED_MEMORY": "0"}
-SEEDS = range(int(os.environ.get("FASTPS_DAMAGED_JOBS", "1")))
+SEEDS = range(int(os.environ.get("TEST_DAMAGED_JOBS", "1")))
 
 
 def run(check: str, *, servers: int = 1, **arguments: Any) -> tuple[list[Any], str]:
@@ -58,6 +62,21 @@ def test_bytes_that_get_lost_or_come_twice(what, seed):
 def test_a_bit_that_flips_between_workers(seed):
     results, _ = run("on", what="flip", way="up", by="workers", servers=0, seed=seed)
     check_told(results, "arrived damaged")
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_an_elastic_job_goes_on_with_right_sums(way):
+    """The member that is blamed for the link is left out; whoever stays takes all steps."""
+    environment = {**TCP, "FASTPS_PAYLOAD_CHECK": "on", "FASTPS_ELASTIC_MIN": "1"}
+    with Job(
+        programs_damage.train_elastic, workers=3, servers=2, environment=environment,
+        arguments={"way": way, "victim": 1},
+    ) as job:  # fmt: skip
+        results = {rank: worker.result() for rank, worker in enumerate(job.workers)}
+        assert "STRIKES" in job.workers[1].report()
+    stayed = {rank: result for rank, result in results.items() if "error" not in result}
+    assert len(stayed) >= 2, results
+    check_elastic(stayed)
 
 
 def test_without_checks_the_sum_is_wrong():
