@@ -109,6 +109,28 @@ def test_the_next_life_goes_on_from_the_last_commit(
     assert names == ["commit-1.before", "commit-1.fastps"]
 
 
+@pytest.mark.parametrize("skip_sync", [False, True])
+def test_a_program_may_ask_for_another_call(
+    cluster: FakeCluster, folder: Path, skip_sync: bool
+) -> None:
+    resets: list[int] = []
+
+    @elastic.run
+    def train(state: TorchState, rank: int) -> tuple[int, int]:
+        if state.calls == 0:
+            state.calls, state.number = 1, 10 + rank
+            raise elastic.HostsUpdatedInterrupt(skip_sync=skip_sync)
+        return state.calls, state.number
+
+    def body(rank: int) -> tuple[int, int]:
+        state = TorchState(calls=0, number=0)
+        state.register_reset_callbacks([lambda: resets.append(rank)])
+        return train(state, rank)
+
+    assert cluster.run(body) == [(1, 10), (1, 11 if skip_sync else 10)]
+    assert sorted(resets) == [0, 1]
+
+
 def test_attributes_are_what_is_held(alone: FakeCluster) -> None:
     state = a_state(0, epoch=1, sampler=ElasticSampler(range(10), shuffle=False))
     model = small_model(5)
