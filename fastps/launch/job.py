@@ -424,7 +424,9 @@ class Job:
         if accused is not None and accused.exit_code:
             assert accusation is not None
             self.set_cause(cause_where_accused(accused, accusation))
-        elif accusation is None or (is_late and accused is None):
+        elif accusation is None or (
+            accused is None and (is_late or self._is_elsewhere(accusation))
+        ):
             self.set_cause(cause_of(first_of(self._failed), accusation))
         elif is_late and accused is not None:
             self.set_cause(cause_in(accused, accusation))
@@ -461,6 +463,12 @@ class Job:
         if lost is not None and self._may_be_renumbered():
             return accusation, next((p for p in found if p.pid == lost.pid), None)
         return accusation, next((p for p in found if (p.role, p.rank) == place), None)
+
+    def _is_elsewhere(self, accusation: Accusation) -> bool:
+        """Return whether no part of ours is meant: then no end here can tell more."""
+        place = accusation.role, accusation.rank
+        ours = [(part.role, part.rank) for part in self.parts]
+        return self._is_spread and bool(accusation.role) and place not in ours
 
     def _may_be_renumbered(self) -> bool:
         """Return whether ranks may have closed up after a loss: a rank is another's then."""

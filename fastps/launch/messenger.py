@@ -100,10 +100,11 @@ class Messenger:
                 sock.sendall(pack_to_scheduler(message))
 
     def close(self) -> None:
-        """Wait until all reports are sent, up to REPORT_S."""
+        """Wait until all reports are sent, up to REPORT_S, unless the scheduler needs none."""
+        is_over = self._cause_listener is not None and self._cause_listener.is_over
         if self._cause_listener is not None:
             self._cause_listener.close()
-        until = time.monotonic() + REPORT_S
+        until = time.monotonic() + (0.0 if is_over else REPORT_S)
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
 
@@ -120,6 +121,11 @@ class CauseListener:
         self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)
         self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the scheduler has told the first cause, or has gone."""
+        return self.first_cause is not None or not self._thread.is_alive()
 
     def wait_ends(self, places: Sequence[Place], timeout_s: float) -> None:
         """Wait until the scheduler has seen these processes end, if it can be reached."""

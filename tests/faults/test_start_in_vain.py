@@ -90,6 +90,49 @@ def test_a_worker_of_another_machine_that_never_joins_ends_the_start(tmp_path):
     assert seconds < QUICK_S, shown
 
 
+APART = """
+import os, pathlib, signal, time
+here = pathlib.Path(__file__).parent
+rank = os.environ["FASTPS_RANK"]
+if rank == "1":
+    import fastps
+    here.joinpath("waits").touch()
+    fastps.init()
+while rank == "2" or not here.joinpath("waits").exists():
+    time.sleep(0.01)
+time.sleep(1)
+here.joinpath("at").write_text(str(time.monotonic()))
+os.kill(PID, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("pid", "who"), [("os.getpid()", "worker 0"), ("os.getppid()", "")])
+def test_a_launcher_ends_at_once_what_waits_for_another_machine(tmp_path, pid, who):
+    """Worker 2 has not called init() and hears nothing; only its launcher can end it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    tmp_path.joinpath("train.py").write_text(APART.replace("PID", pid))
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text("0123456789abcdef" * 2)
+    command = [*LAUNCH, "-np", "1,2", "--scheduler-host", "127.0.0.1", "--scheduler-port", port,
+               "--token-file", str(token)]  # fmt: skip
+    environ = clean_environ() | {"PYTHONPATH": os.getcwd()}
+    machines = [
+        subprocess.Popen(
+            [*command, "--machine-rank", str(machine), sys.executable, str(tmp_path / "train.py")],
+            env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for machine in range(2)
+    ]  # fmt: skip
+    shown = machines[1].communicate(timeout=90)[1]
+    seconds = time.monotonic() - float(tmp_path.joinpath("at").read_text())
+    machines[0].communicate(timeout=90)
+    assert machines[1].returncode, shown
+    assert who in shown.splitlines()[-1], shown
+    assert seconds < 1.9, shown  # it does not wait 2 s for ends that tell more
+
+
 def test_the_launcher_shows_who_is_missing(tmp_path):
     told = """
 while "here: worker 0" not in "".join(p.read_text() for p in mark.parent.glob("logs/*")):
