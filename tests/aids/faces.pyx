@@ -24,7 +24,7 @@ from fastps._core cimport (
     queue_push, queue_stats, rule_fn, thread_create, thread_join,
 )
 from fastps.native.copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
-from fastps.native.crc cimport fps_crc, fps_crc_portable
+from fastps.native.crc cimport fps_crc, fps_crc_chains, fps_crc_portable
 from fastps.native.posix cimport syscall
 from fastps.reduce._partition cimport Coder, code_sum
 
@@ -363,6 +363,13 @@ def crc32c_of_payload(data: bytes | bytearray | memoryview, before: int = 0) -> 
     cdef uint64_t nbytes
     cdef const char* start = bytes_of(data, &nbytes, False)
     return fps_crc(<uint32_t>before, start, nbytes)
+
+
+def chained_crc32c_of_payload(data: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """Return the same as on processors that do not multiply 512 bits at a time."""
+    cdef uint64_t nbytes
+    cdef const char* start = bytes_of(data, &nbytes, False)
+    return fps_crc_chains(<uint32_t>before, start, nbytes)
 
 
 def portable_crc32c_of_payload(data: bytes | bytearray | memoryview, before: int = 0) -> int:

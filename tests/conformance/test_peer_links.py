@@ -253,7 +253,7 @@ def test_who_hears_first_of_a_generation_with_other_keys_is_let_in(make):
     keys[1] = new
     party.nodes[1].join(party.job.members, me=1, generation=2)
     dialling.join(TIMEOUT_S)
-    assert party.links() == [1, 1]
+    wait_until(lambda: party.links() == [1, 1], "the listener's end of the link")
 
 
 def test_a_store_link_is_refused_where_nothing_is_stored(make):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CRC-32C: published vectors, and all implementations against a bitwise one.
 
-For payloads there is one with three chains: blocks of 3 x 1024 bytes, then of 3 x 128, then words.
+For payloads there is one of 256 bytes at a time, and one with three chains: blocks of 3 x 1024
+bytes, then of 3 x 128, then words.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -44,6 +46,7 @@ def crc_by_bits(data: bytes) -> int:
         faces.crc32c,
         faces.portable_crc32c,
         faces.crc32c_of_payload,
+        faces.chained_crc32c_of_payload,
         faces.portable_crc32c_of_payload,
     ],
 )
@@ -74,16 +77,23 @@ def test_payloads_of_all_lengths_at_all_alignments(offset):
         expected = faces.portable_crc32c_of_payload(data[before:length], expected)
         before = length
         assert faces.crc32c_of_payload(data[:length]) == expected, length
+        assert faces.chained_crc32c_of_payload(data[:length]) == expected, length
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 4 * BLOCK), max_size=5))
 def test_payloads_in_pieces(head, cuts):
+    for function in (faces.crc32c_of_payload, faces.chained_crc32c_of_payload):
+        check_pieces(function, head, cuts)
+
+
+def check_pieces(function: Callable[..., int], head: bytes, cuts: list[int]) -> None:
+    """Take the CRC of each piece behind those before it."""
     data = head + SOME[len(head) :]
     places = [0, *sorted(cuts), len(data)]
     crc = 0
     for begin, end in itertools.pairwise(places):
-        crc = faces.crc32c_of_payload(data[begin:end], crc)
-    assert crc == faces.crc32c_of_payload(data) == faces.portable_crc32c(data)
+        crc = function(data[begin:end], crc)
+    assert crc == function(data) == faces.portable_crc32c(data)
 
 
 @given(st.integers(1, 4 * BLOCK), st.data())
@@ -100,7 +110,9 @@ def test_nothing_beyond_a_payload_is_read(is_last):
     for length in [*range(200), *range(370, 400), BLOCK - 1, BLOCK, BLOCK + 7, 4 * BLOCK]:
         array = room.array(length, is_last=is_last)
         array[:] = 7
-        assert faces.crc32c_of_payload(array) == faces.portable_crc32c(array)
+        expected = faces.portable_crc32c(array)
+        assert faces.crc32c_of_payload(array) == expected
+        assert faces.chained_crc32c_of_payload(array) == expected
 
 
 def test_long_data():
