@@ -214,14 +214,14 @@ class Membership:
     def receive(self, peer: int, message: ToScheduler | Malformed, now: float) -> list[Action]:
         """Handle a message of a peer."""
         member = self._peers.get(peer)
-        if isinstance(message, ResultsLanded) and member is not None:  # workers wait for the answer
-            self._land(member, message, now)
-        elif isinstance(message, Join):
+        if isinstance(message, Join):
             self._join(peer, message, now)
         elif isinstance(message, Absent):
             self._take_report(message, now)
         elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
+        elif isinstance(message, ResultsLanded):
+            self._land(member, message, now)
         elif self.is_changing and isinstance(message, Declare | Meeting | Waiting):
             self._fail(member, message.request, "view", VIEW_CHANGES)
         elif isinstance(message, Malformed):

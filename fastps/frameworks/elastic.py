@@ -37,7 +37,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps.errors import ConfigError, ViewChangedError
+from fastps.errors import ConfigError
 from fastps.files import open_folder
 from fastps.frameworks import commits
 from fastps.frameworks.array_exchange import broadcast_in_place
@@ -45,7 +45,6 @@ from fastps.frameworks.elastic_views import (
     Members,
     News,
     Parcel,
-    checked_groups,
     exchange_news,
     lost_errors,
     members_of,
@@ -301,7 +300,8 @@ class State(ABC):
     def _reset_in_views(self) -> None:
         """Call the reset callbacks, all of them again if a loss ends an operation of one."""
         while True:
-            self._members = members_of(current.current())  # callbacks may use all operations
+            self._members = members_of(current.current())
+            current.current().acknowledge_view()  # callbacks may use all operations
             try:
                 self.on_reset()
             except lost_errors() as error:
@@ -316,33 +316,15 @@ class State(ABC):
 
     def _call_in_views(self, train: Callable[[], _R]) -> _R:
         """Return what a function returns, which is called again after each loss that ends it."""
-        session, errors = current.current(), lost_errors()
-
-        def is_stale() -> bool:
-            return members_of(session) != self._members
-
-        def check() -> None:
-            if is_stale():
-                raise ViewChangedError(
-                    "a worker was lost since the last commit(), and others may have failed in "
-                    "this operation; elastic.run continues from the last commit"
-                )
-
         while True:
             skip_sync = False
             try:
-                with checked_groups(check):
-                    result = train()
+                result = train()
                 if not self._exchange_news().has_failed:
                     return result
             except HostsUpdatedInterrupt as interrupt:
                 skip_sync = interrupt.skip_sync
-            except errors as error:
-                _log.info("continuing from the last commit: %s", error)
-                self._recover()
-            except ValueError as error:  # a process set of an earlier view
-                if not is_stale():
-                    raise
+            except lost_errors() as error:
                 _log.info("continuing from the last commit: %s", error)
                 self._recover()
             self._reset_in_views()

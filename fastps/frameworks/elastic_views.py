@@ -9,16 +9,14 @@ Threads: the one that trains; fastps:view notes the members of each view.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
 from fastps.errors import PeerLostError, ViewChangedError
-from fastps.session.process_sets import global_process_set
 
 if TYPE_CHECKING:
     from fastps.frameworks.commits import Room
@@ -133,30 +131,6 @@ def _tensors_of(described: Sequence[Any], whole: Any, room: Room[_T]) -> list[_T
         at += place.nbytes
         found.append(tensor)
     return found
-
-
-@contextlib.contextmanager
-def checked_groups(check: Callable[[], object]) -> Iterator[None]:
-    """Have check() called before operations of all workers that a loss ends.
-
-    A worker that comes to such an operation after a loss would begin it, while others have failed
-    in it. Those that go on past a loss, and repeated ones within a view, do not call check().
-    """
-    kind = type(global_process_set)
-
-    def group() -> Any:
-        check()
-        return kind.group(global_process_set)
-
-    own = vars(global_process_set)
-    before = own.get("group")  # of an elastic.run around this one
-    own["group"] = group
-    try:
-        yield
-    finally:
-        del own["group"]
-        if before is not None:
-            own["group"] = before
 
 
 class ViewHistory:

@@ -632,9 +632,13 @@ class ElasticSession(Session):
             self._await_view(view, self.config.start_timeout_s)
         self.told_view = self.view
 
+    def acknowledge_view(self) -> None:
+        """Note that the program knows of the present view: its operations need not say so."""
+        self.told_view = self.view
+
     def view_error(self, what: str) -> ViewChangedError:
         """Return the error that tells the program of the present view."""
-        self.told_view = self.view
+        self.acknowledge_view()
         return self._changed_error(what)
 
     def _has_news(self, view: int) -> bool:

@@ -571,6 +571,9 @@ class Session(ForgetMixin):
     def call_in_views(self, call: Callable[[View], object]) -> None:
         """Have a function called with each next view; a session that is not elastic has none."""
 
+    def acknowledge_view(self) -> None:
+        """Note that the program knows of the present view; only an elastic session has others."""
+
     # ---- groups ----
 
     @property
