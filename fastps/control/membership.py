@@ -320,9 +320,7 @@ class Membership:
         for member in list(self._peers.values()):
             if self._judged_at(member) <= now:
                 self._judge_silence(member, now)
-        for suspicion in self._suspicions.due(now):
-            text = f"{suspicion.text}; {self._life_text(suspicion.suspect, now)}"
-            self._drop(suspicion.suspect, text, now)
+        self._drop_suspects(now)
         for member in list(self._peers.values()):
             if member.start_request is not None and member.start_deadline <= now:
                 self._start_timed_out(member, now)
@@ -671,6 +669,18 @@ class Membership:
             self._lose(item, item.ended, now)
         if (member := self._peers.get(peer)) is not None:
             self._lose(member, cause, now)
+
+    def _drop_suspects(self, now: float) -> None:
+        """Drop members that are suspected for too long, one at a time.
+
+        In an elastic job the first loss clears the others: it may be why their links broke.
+        """
+        while due := self._suspicions.due(now):
+            if ended := self._ended():
+                self._lose(ended[0], ended[0].ended, now)
+                continue
+            text = f"{due[0].text}; {self._life_text(due[0].suspect, now)}"
+            self._drop(due[0].suspect, text, now)
 
     def _lose(self, member: Peer, cause: str, now: float) -> None:
         """Remove a member that did not leave in order."""

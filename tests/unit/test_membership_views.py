@@ -169,6 +169,32 @@ class TestLoss:
 
 
 class TestEvidence:
+    def test_the_two_ends_of_a_broken_link_are_not_both_lost(self):
+        driver = elastic(size=4)
+        (a, b, c, d), (server,) = driver.start()
+        driver.say(b, ReportLost(2, "its link broke"))
+        driver.say(c, ReportLost(1, "its link broke"))
+        driver.keep_alive()
+        driver.advance(3.0)
+        come(driver, a, b, d, server)
+        assert c in driver.closed
+        assert job_of(driver, b).n_workers == 3
+        assert driver.machine.generation == 2
+
+    def test_a_death_explains_the_links_that_broke_after_it(self):
+        """The launcher of the dead one is dead too, and does not say how it ended."""
+        driver = elastic(size=3)
+        server = driver.enter("server", is_watched=True)
+        a, b, c = (driver.enter() for _ in range(3))
+        driver.say(a, ReportLost(1, "its link broke"))
+        driver.advance(0.01)
+        driver.die(server)
+        driver.keep_alive()
+        driver.advance(3.0)
+        come(driver, a, b, c)
+        assert not {a, b, c} & driver.closed
+        assert job_of(driver, b).n_workers == 3
+
     def test_a_broken_link_of_an_earlier_view_accuses_nobody(self):
         driver = elastic()
         (a, b, c), (server,) = driver.start()
