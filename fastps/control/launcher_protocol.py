@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from fastps.control.membership import Phase
+from fastps.control.actions import Phase
 from fastps.control.protocol import (
     LENGTH,
     MAX_MEMBERS,

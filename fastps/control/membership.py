@@ -26,33 +26,21 @@ replaced; every request is answered, or its peer gets a PeerLost and is dropped.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from fastps.config import Config
+from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
 from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
 from fastps.control.blame import (
-    MAX_ASKED,
-    MIN_MEMBERS,
-    VOTES,
-    Inquest,
     Suspicions,
-    confirm_s,
     deaf_text,
     join_names,
-    life_text,
-    machine_text,
     patience_s,
-    pulse_s,
-    silence_text,
     start_text,
     stopped_text,
-    unreached_text,
 )
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.commits import Commits
@@ -64,7 +52,6 @@ from fastps.control.protocol import (
     AwaitEnds,
     AwaitStart,
     ClockTold,
-    Confirm,
     Confirmed,
     Declare,
     Done,
@@ -97,6 +84,7 @@ from fastps.control.protocol import (
     Waiting,
     Whereabouts,
 )
+from fastps.control.silence import SilenceMixin
 from fastps.control.start_watch import MissingMembers, Place, StartWatch
 from fastps.control.view_log import Replay, ViewRecord
 from fastps.errors import ConfigError
@@ -111,53 +99,10 @@ NO_NEWCOMERS = (
 )
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
-STARVED_S = 10.0  # beyond its lease, for a process of this machine that gets no processor
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a peer."""
-
-    peer: int
-    message: ToMember
-
-
-@dataclass(frozen=True)
-class Close:
-    """Close a peer's connections once everything sent has gone."""
-
-    peer: int
-
-
-@dataclass(frozen=True)
-class Finish:
-    """End the scheduler; code is its exit status."""
-
-    code: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Note:
-    """Add a view that has ended to the log of views."""
-
-    record: ViewRecord
-
-
-Action: TypeAlias = Send | Close | Finish | Note
-
-
-class Phase(enum.Enum):
-    """The phase of the job."""
-
-    LOBBY = "lobby"
-    RUNNING = "running"
-    BROKEN = "broken"
-    OVER = "over"
-
-
-class Membership:
+class Membership(SilenceMixin):
     """The members of one job, their collectives and declarations."""
 
     def __init__(
@@ -873,82 +818,6 @@ class Membership:
             self._dismiss([item for item in self._leaving() if item is not member])
         self._drop(member.peer, deaf_text(message.seconds), now)
 
-    def _judged_at(self, member: Peer) -> float:
-        """Return when others are asked about a silent member, or when their answers count."""
-        if member.inquest is None:
-            return member.lease_until - confirm_s(self._config.lease_s)
-        return max(member.lease_until, member.inquest.until)
-
-    def _judge_silence(self, member: Peer, now: float) -> None:
-        """Ask others about a silent member before its lease ends, or take their answers."""
-        if member.inquest is None:
-            member.inquest = self._begin_inquest(member, now)
-        is_alive = member.inquest.is_alive(now)
-        if is_alive is False and member.lease_until <= now:
-            if self._is_starved(member, now):
-                member.lease_until = now + pulse_s(self._config)
-                return
-            self._drop(member.peer, self._silence_text(member, now), now)
-        elif is_alive:
-            log.log(
-                logging.INFO if member.is_cut else logging.WARNING,
-                "the path of %s to the scheduler is cut: others reach it, but its heartbeats do "
-                "not arrive", member.full_name,
-            )  # fmt: skip
-            member.inquest, member.is_cut = None, True
-            member.lease_until = now + self._config.lease_s
-
-    def _is_starved(self, member: Peer, now: float) -> bool:
-        """Return whether a silent process waits for a processor or a disk, and may a while longer.
-
-        If its thread sleeps, it has got one just now, and what it sent is read before the next
-        look.
-        """
-        before, member.seen = member.seen, self._state_of(member.join)
-        member.starved_until = member.starved_until or now + STARVED_S
-        waits = member.seen in ("R", "D") or (member.seen == "S" and before != "S")
-        return waits and now < member.starved_until
-
-    def _begin_inquest(self, member: Peer, now: float) -> Inquest:
-        """Ask others whether they reach a silent member, if there are any to ask."""
-        heard = [
-            item for item in self._peers.values()
-            if item is not member and self._silent_s(item, now) < self._config.lease_s / 2
-        ]  # fmt: skip
-        if (
-            self.phase is not Phase.RUNNING
-            or len(self._peers) < MIN_MEMBERS
-            or len(heard) < VOTES
-            or not member.join.cookie
-        ):
-            return Inquest([], now)
-        heard.sort(key=lambda item: item.join.hostname == member.join.hostname)
-        join, seconds = member.join, confirm_s(self._config.lease_s)
-        question = Confirm(member.peer, join.probe_host, join.probe_port, join.cookie, seconds)
-        for item in heard[:MAX_ASKED]:
-            self._send(item.peer, question)
-        return Inquest([item.peer for item in heard[:MAX_ASKED]], now + seconds)
-
-    def _take_answer(self, member: Peer, message: Confirmed, now: float) -> None:
-        suspect = self._peers.get(message.suspect)
-        if suspect is not None and suspect.inquest is not None:
-            suspect.inquest.add(member.peer, is_reached=message.reached_ms is not None)
-            self._judge_silence(suspect, now)
-
-    def _silence_text(self, member: Peer, now: float) -> str:
-        """Return how a member was silent, alone or with its machine, and who confirms that."""
-        host = member.join.hostname
-        there = [item for item in self._peers.values() if item.join.hostname == host]
-        text = silence_text(self._config.lease_s)
-        is_silent = [self._silent_s(item, now) > self._config.lease_s / 2 for item in there]
-        if len(there) > 1 and all(is_silent) and len(there) < len(self._peers):
-            text = f"{machine_text(host, len(there))}; {text}"
-        denied = member.inquest.denied_by() if member.inquest else []
-        return text + unreached_text([self._peers[p].name for p in denied if p in self._peers])
-
-    def _silent_s(self, member: Peer, now: float) -> float:
-        return now - member.lease_until + self._config.lease_s
-
     def _relay(self, member: Peer, message: Tell) -> None:
         """Send a worker's data to the workers it names."""
         if member.number is None or self.phase is not Phase.RUNNING:
@@ -985,12 +854,6 @@ class Membership:
         self._n_views += 1
         self._out.append(Note(ViewRecord(self._n_views, self._in_view, self._commits.last, cause)))
         self._commits.end_view()
-
-    def _life_text(self, peer: int, now: float) -> str:
-        """Return the text about a suspect's heartbeats."""
-        member = self._peers.get(peer)
-        silent_s = self._silent_s(member, now) if member else 0.0
-        return life_text(silent_s, beat_s=pulse_s(self._config))
 
     # ---- the end ----
 

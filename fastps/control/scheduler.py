@@ -27,10 +27,11 @@ from msgspec.structs import replace
 
 from fastps._core import Beats
 from fastps.config import Config
+from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
 from fastps.control.blame import pulse_s
 from fastps.control.identity import host_id
 from fastps.control.local_thread import PULSE, state_of
-from fastps.control.membership import Action, Close, Finish, Membership, Note, Phase, Send
+from fastps.control.membership import Membership
 from fastps.control.printable import cleaned
 from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (

@@ -2,10 +2,10 @@
 """Which workers contributed to which results of an elastic job, and how to make them again.
 
 A line of the log is a view: its workers, and the number of the last result of each name that was
-committed in it. What has a higher number was made in a later view. So a job that starts with the
-same workers, commits no more in a view than the log says, and then loses the workers that the next
-view lacks, makes every result of the same contributors: the same bits. Decides nothing else; pure,
-but for the two functions that read and write the file.
+committed in it. What has a higher number was made in a later view. Another job can make the same
+results of the same contributors: the same bits. It starts with the same workers, commits no more
+in a view than the log says, and then loses the worker that the next view lacks. Decides nothing
+else. Pure, except the two functions that read and write the file.
 """
 
 from __future__ import annotations

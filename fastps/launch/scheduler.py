@@ -25,6 +25,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import IO
 
+from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import (
     End,
     EndWhenLeft,
@@ -37,7 +38,6 @@ from fastps.control.launcher_protocol import (
     pack,
     unpack_news,
 )
-from fastps.control.membership import Phase
 from fastps.control.protocol import Absent, PeerLost, text_of
 from fastps.errors import ProtocolError
 from fastps.launch import survival

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from fastps.config import Config
+from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import (
     End,
     EndWhenLeft,
@@ -33,7 +34,6 @@ from fastps.control.launcher_protocol import (
     pack,
     unpack_order,
 )
-from fastps.control.membership import Phase
 from fastps.control.scheduler import Scheduler
 from fastps.errors import ConfigError, ProtocolError
 from fastps.launch import survival

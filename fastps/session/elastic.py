@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
-_NEWS_S = 5.0  # beyond a lease, for the scheduler to say which member is lost
+_NEWS_S = 15.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 
 
@@ -263,6 +263,7 @@ class ElasticSession(Session):
         self.told_view = 1  # the last one that the program knows of
         self._counts: dict[str, int] = {}  # of commits, by name
         self._news: ViewLost | None = None  # what the view is about to end for
+        self._losses: list[ViewLost] = []  # that no view was told of
         self._cause = ""  # of the last end of a view
         self._is_changing = False
         self._fatal: FastPSError | None = None  # why no view comes any more
@@ -740,6 +741,7 @@ class ElasticSession(Session):
             self._fence.end(event.lost)
             with self.changed:
                 self._news, self._cause = event, str(event.lost)
+                self._losses.append(event)
                 self.changed.notify_all()
             return
         if isinstance(event, ViewLost):
@@ -813,7 +815,6 @@ class ElasticSession(Session):
 
     def _begin_view(self, began: float) -> None:
         with self.changed:
-            lost = [self._news.lost] if self._news is not None else []
             self._news = None
         for name, tensor in self._tensors.items():
             self._layouts[name] = tensor.layout
@@ -822,9 +823,10 @@ class ElasticSession(Session):
         connections = self._meet_again()
         invalidate_call_cache()  # of calls that ended since the view has
         with self.changed:  # was another member lost before this view began, it is without it
-            news = self._news
-            if news is not None and news.generation <= connections.job.generation:
-                lost.append(news.lost)
+            generation = connections.job.generation
+            lost = [str(one.lost) for one in self._losses if one.generation <= generation]
+            self._losses = self._losses[len(lost) :]
+            if not self._losses:
                 self._news = None
         self._fence.wait()
         self._fence.watch(self.connections.job)
@@ -837,7 +839,7 @@ class ElasticSession(Session):
         for handle in handles:
             self._start_again(handle)
         view = View(
-            self.view + 1, self.rank, self.size, "; ".join(map(str, lost)), len(handles),
+            self.view + 1, self.rank, self.size, "; ".join(lost), len(handles),
             time.monotonic() - began,
         )  # fmt: skip
         if self.rank == 0:

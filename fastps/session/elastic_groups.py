@@ -12,8 +12,9 @@ while no thread waits for it, for another member may.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from fastps.collectives.group_base import KINDS, SUMS, ReadyKind
 from fastps.control.protocol import ResultsLanded
 from fastps.errors import FastPSError, Status, ViewChangedError
 from fastps.session.groups import Groups
+from fastps.session.host import SessionHost
 from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
@@ -29,7 +31,30 @@ if TYPE_CHECKING:
 
     from fastps.collectives._exchange import Operation
     from fastps.collectives.schedule import Schedule
-    from fastps.session.elastic import ElasticSession
+
+
+class ViewHost(SessionHost, Protocol):
+    """An elastic session, as its groups see it."""
+
+    changed: threading.Condition  # guards what follows, and the landings of groups
+    view: int
+    told_view: int  # the last one that the program knows of
+    ended_windows: dict[str, str]  # of earlier views, by name: whose loss ended them
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the session has ended."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether no view comes any more."""
+
+    def await_view_after(self, generation: int) -> None:
+        """Wait until the view after that of a generation of the job has begun."""
+
+    def view_error(self, what: str) -> ViewChangedError:
+        """Return the error that tells the program of the present view."""
+
 
 COMMITTED = (*SUMS, "allgather", "gather", "scatter", "alltoall", "broadcast", "barrier")
 
@@ -131,9 +156,9 @@ class ElasticGroup(Group):
 class ElasticGroups(Groups):
     """The groups of one view."""
 
-    _session: ElasticSession
+    _session: ViewHost
 
-    def __init__(self, session: ElasticSession, *parts: Any) -> None:
+    def __init__(self, session: ViewHost, *parts: Any) -> None:
         self._landings: dict[str, Landing] = {}  # in flight, or not taken; by entry
         self._changed = session.changed
         super().__init__(session, *parts)

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from launched import LIMIT_S, JobRunner, wait_lines
 
+from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import End, FrameReader, RequestLocations, pack, unpack_news
-from fastps.control.membership import Phase
 from fastps.launch.output import Screen, Stream, outlets
 from fastps.launch.scheduler import SchedulerProcess
 from fastps.launch.scheduler_process import EXIT_DIED, LaunchedScheduler

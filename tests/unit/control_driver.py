@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastps.config import Config, load
-from fastps.control.membership import Action, Close, Finish, Membership, Note, Send
+from fastps.control.actions import Action, Close, Finish, Note, Send
+from fastps.control.membership import Membership
 from fastps.control.protocol import (
     AwaitStart,
     Barrier,

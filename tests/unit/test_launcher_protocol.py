@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fastps.control import launcher_protocol as protocol
+from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import (
     MAX_FRAME_BYTES,
     End,
@@ -25,7 +26,6 @@ from fastps.control.launcher_protocol import (
     unpack_news,
     unpack_order,
 )
-from fastps.control.membership import Phase
 from fastps.control.protocol import LENGTH, MAX_MEMBERS, MAX_TEXT_CHARS, Absent, PeerLost
 from fastps.errors import ProtocolError
 

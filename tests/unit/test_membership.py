@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from control_driver import Driver
 
+from fastps.control.actions import Finish, Phase
 from fastps.control.blame import PATIENCE_S
-from fastps.control.membership import Finish, Phase
 from fastps.control.protocol import (
     Absent,
     AskClock,

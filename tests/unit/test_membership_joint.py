@@ -8,7 +8,7 @@ from control_driver import Driver, make_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.control.membership import Phase
+from fastps.control.actions import Phase
 from fastps.control.protocol import (
     Declared,
     DeclareKeys,

@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from fastps.control.actions import Phase
 from fastps.control.declarations import Declarations
-from fastps.control.membership import Phase
 from fastps.control.protocol import (
     Absent,
     Confirmed,
@@ -379,13 +379,17 @@ class ElasticMachine(MembershipMachine):
         for peer in self.members()[:count]:
             self.wait_for_start(peer, 30.0)
 
-    @precondition(lambda self: self.members())
+    @precondition(lambda self: self.members("worker"))
     @rule(pick=PICK, name=st.sampled_from("ab"), is_old=st.booleans())
     def land(self, pick: int, name: str, is_old: bool) -> None:
-        members = self.members()
+        members = self.members("worker")
         peer, generation = members[pick % len(members)], self.generation - is_old
+        is_in = self.driver.machine.phase is Phase.RUNNING and any(
+            isinstance(one, Started) and one.job.generation == generation
+            for one in self.driver.sent[peer]
+        )
         self.driver.say(peer, ResultsLanded(generation, (f"{name}#{self.generation}",)))
-        if not is_old:
+        if is_in and not is_old:
             self.landed.setdefault((generation, f"{name}#{generation}"), set()).add(peer)
 
     @invariant()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from control_driver import Driver, make_spec
 
-from fastps.control.membership import Phase
+from fastps.control.actions import Phase
 from fastps.control.protocol import (
     AwaitStart,
     Done,

@@ -72,6 +72,9 @@ class Group:
         if operation.error is not None:
             raise operation.error
 
+    def await_recovery(self, error: BaseException) -> None:
+        """Have nothing to wait for."""
+
     def wait_until_over(self, operation: Operation, left_s: float, limit_s: float) -> None:
         if not operation.over.wait(min(left_s, SOON_S)):
             raise TimeoutError(f"{limit_s:g}")
