@@ -297,8 +297,9 @@ class Membership(SilenceMixin):
         times += [member.leave_deadline for member in self._leaving()]
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
-        times += [self._idle_until, self._watch.due, self._missing.next_deadline()]
-        times += [self._change_until]
+        times += [self._idle_until, self._watch.due, self._change_until]
+        if self._is_starting:
+            times.append(self._missing.next_deadline())
         first = min(times)
         return None if first == float("inf") or self._is_finished else first
 
@@ -383,7 +384,7 @@ class Membership(SilenceMixin):
 
     def _end_start_in_vain(self, now: float) -> None:
         """End a start for which some members wait although others will never come."""
-        if self.phase is not Phase.LOBBY or self.is_changing:
+        if not self._is_starting:
             return
         absent = self._missing.first(
             {
@@ -400,6 +401,11 @@ class Membership(SilenceMixin):
                 PeerLost(absent.role, absent.rank, absent.host, absent.pid, absent.cause)
             )
             self._after_departure(now)
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether members await a start that some may never come to."""
+        return self.phase is Phase.LOBBY and not self.is_changing
 
     def _start_if_complete(self, now: float) -> None:
         if self.phase is not Phase.LOBBY:
@@ -638,8 +644,9 @@ class Membership(SilenceMixin):
         log.log(level, "%s is lost: %s", member.full_name, cause)
         if self._can_change_view(member):
             self._change_view(member, cause, now)
-        elif self._is_last(member):
-            pass  # all others have what they came for: the job ends in order
+        elif self._is_last(member):  # all others have what they came for: the job ends in order
+            self._send_all(self._collectives.fail_all("peer_lost", cause))
+            self._send_all(self._declarations.fail_all("peer_lost", cause))
         elif member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._announce_loss(member, cause)
         elif self.is_changing:
