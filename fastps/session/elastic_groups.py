@@ -67,6 +67,11 @@ class Landing:
         self.is_taken = False  # something holds this that will wait for it
         self.is_reported = False
         self.is_committed: bool | None = None  # False: its view has ended
+        self.keeps: ElasticGroupHandle | None = None  # until then, for what lands beside its array
+
+    def decide(self, *, is_committed: bool) -> None:
+        """Note whether it is committed; a handle that nobody has kept hands its result out now."""
+        self.is_committed, self.keeps = is_committed, None
 
     @property
     def status(self) -> int | None:
@@ -87,15 +92,21 @@ class ElasticGroupHandle(OperationHandle):
     def __init__(self, groups: ElasticGroups, landing: Landing, result: Array | None, **how: Any):
         super().__init__((landing.operation,), (result,), groups.waiting, is_single=True, **how)
         self.operations = (landing.operation,)
-        self._groups, self._landing = groups, landing
+        self._groups, self.landing = groups, landing
+
+    def __del__(self) -> None:
+        """Hand out what nobody waited for: a later operation may begin with it."""
+        if self.beside is not None and self.landing.is_committed and not self.has_failed:
+            with contextlib.suppress(Exception):
+                self.wait(0.0)
 
     def _is_over(self) -> bool:
-        is_decided = self._landing.is_committed is not None or self.wait_status(0.0) != Status.OK
+        is_decided = self.landing.is_committed is not None or self.wait_status(0.0) != Status.OK
         return super()._is_over() and is_decided
 
     def _collect(self, timeout_s: float | None) -> FastPSError | None:
         limit_s = self._waiting.timeout_s if timeout_s is None else timeout_s
-        return super()._collect(timeout_s) or self._groups.settle(self._landing, limit_s)
+        return super()._collect(timeout_s) or self._groups.settle(self.landing, limit_s)
 
     def _make(self, error: FastPSError | None) -> Array | list[Array]:
         if error is None and self.beside is not None:
@@ -130,6 +141,7 @@ class ElasticGroup(Group):
         handle = super()._start(key, make, array, landing, result, **how)
         assert isinstance(handle, ElasticGroupHandle)
         handle.beside = landing, out
+        self._host.keep_handle(handle)
         return handle
 
     def _handle(
@@ -216,6 +228,12 @@ class ElasticGroups(Groups):
                 del self._landings[entry_of(operation)]
             return landing
 
+    def keep_handle(self, handle: ElasticGroupHandle) -> None:
+        """Keep a handle until it is decided whether its result is handed out."""
+        with self._changed:
+            if handle.landing.is_committed is None:
+                handle.landing.keeps = handle
+
     @property
     def is_tracking(self) -> bool:
         """Whether an operation may have to be reported; the caller holds the lock."""
@@ -235,7 +253,7 @@ class ElasticGroups(Groups):
             if landing.is_committed is not None or landing.is_reported or status is None:
                 return
             if status != Status.OK:
-                landing.is_committed = False
+                landing.decide(is_committed=False)
                 return
             landing.is_reported = True
         entry = entry_of(landing.operation)
@@ -248,7 +266,7 @@ class ElasticGroups(Groups):
         """Take a commit; the caller holds the lock."""
         landing = self._landings.get(entry)
         if landing is not None:
-            landing.is_committed = True
+            landing.decide(is_committed=True)
             if landing.is_taken:
                 del self._landings[entry]
 
@@ -289,6 +307,6 @@ class ElasticGroups(Groups):
 
     def _drop_all(self) -> None:
         for landing in self._landings.values():
-            landing.is_committed = bool(landing.is_committed)
+            landing.decide(is_committed=bool(landing.is_committed))
         self._landings = {entry: one for entry, one in self._landings.items() if not one.is_taken}
         self._changed.notify_all()

@@ -187,15 +187,20 @@ def in_place() -> dict[str, Any]:
     fastps.init(elastic=fastps.Elastic(min=1))
     mark("READY")
     polled, dropped = np.ones(3), np.ones(3)
+    of_set = np.ones(3)
+    every = fastps.add_process_set([0, 1])
+    fastps.allreduce_async(of_set, "of a set", out=of_set, op=fastps.Sum, process_set=every)
     handle = fastps.push_pull_async(polled, "polled", average=False, out=polled)
     fastps.push_pull_async(dropped, "dropped", average=False, out=dropped)
     while not handle.poll():
         time.sleep(0.001)
     again = fastps.push_pull_async(polled, "polled", average=False, out=polled)
-    while (dropped == 1).all():
+    while (dropped == 1).all() or (of_set == 1).all():
         time.sleep(0.001)
     fastps.barrier()  # so that all have dropped theirs
-    return {"polled": again.wait().tolist(), "dropped": dropped.tolist()}
+    return {
+        "polled": again.wait().tolist(), "dropped": dropped.tolist(), "of_set": of_set.tolist()
+    }  # fmt: skip
 
 
 def leave_early(*, steps: int) -> dict[str, Any]:

@@ -257,7 +257,9 @@ def test_a_barrier_keeps_no_other_thread_and_is_repeated(layout):
 
 def test_what_nobody_waited_for_is_in_place():
     results = run(programs_elastic.in_place, "shared", workers=2)
-    assert list(results.values()) == [{"polled": [4] * 3, "dropped": [2] * 3}] * 2
+    assert (
+        list(results.values()) == [{"polled": [4] * 3, "dropped": [2] * 3, "of_set": [2] * 3}] * 2
+    )
 
 
 @pytest.mark.parametrize("layout", ["shared", "sockets"])
