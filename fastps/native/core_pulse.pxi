@@ -242,7 +242,7 @@ cdef bint pulse_beat(PulseState* state) noexcept nogil:
     sent += state.cursor
     if sent == state.nbytes:
         sent = 0
-    if sent != state.cursor:    # private memory is not written as long as payloads go whole
+    if sent != state.cursor:
         state.cursor = sent
     return True
 
@@ -286,7 +286,7 @@ cdef class Pulse:
             if given >= 0:
                 self.keep(given, place)
         with nogil:
-            self.thread = watcher_create(b"pulse", fd, pulse_main, self.state)
+            self.thread = thread_create(b"pulse", fd, pulse_main, self.state)
         if self.thread == NULL:
             raise error_of(E_SYS, "cannot start a thread; check `ulimit -u`")
 
@@ -362,7 +362,7 @@ cdef struct Beaten:
     int nbytes
     char payload[HALF_COOKIE]
 
-cdef struct BeatsState:     # in shared pages; owned by the Beats object; freed after the join
+cdef struct BeatsState:     # owned by the Beats object; freed after the join
     pthread_mutex_t mutex   # guards all, n, room; held over sends, none of which waits
     Beaten* all             # in any order
     int n
@@ -399,21 +399,21 @@ cdef class Beats:
     def __cinit__(self, double interval_s):
         if not 0.0 < interval_s <= MAX_INTERVAL_S:
             raise ValueError(f"an interval of at most {MAX_INTERVAL_S} s is needed: {interval_s}")
-        self.state = <BeatsState*>shared_pages(sizeof(BeatsState))
+        self.state = <BeatsState*>calloc(1, sizeof(BeatsState))
         if self.state == NULL:
             raise MemoryError
         pthread_mutex_init(&self.state.mutex, NULL)
         self.state.interval_ns = <int64_t>(interval_s * NS_PER_S)
         completion_reset(&self.state.stop, 1)
         with nogil:
-            self.thread = watcher_create(b"beats", 0, beats_main, self.state)
+            self.thread = thread_create(b"beats", 0, beats_main, self.state)
         if self.thread == NULL:
             raise error_of(E_SYS, "cannot start a thread; check `ulimit -u`")
 
     def __dealloc__(self):
         if self.state != NULL and self.end(deadline_of(JOIN_TIMEOUT_S)) == OK:
             free(self.state.all)
-            free_shared_pages(self.state, sizeof(BeatsState))
+            free(self.state)
 
     cdef bint is_forked(self) noexcept nogil:
         # A child has a copy of the object, but the parent's state.

@@ -5,12 +5,7 @@
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_t:
         pass
-    ctypedef struct pthread_attr_t:
-        pass
-    int pthread_attr_destroy(pthread_attr_t*)
-    int pthread_attr_init(pthread_attr_t*)
-    int pthread_attr_setstack(pthread_attr_t*, void*, size_t)
-    int pthread_create(pthread_t*, const pthread_attr_t*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_create(pthread_t*, const void*, void* (*)(void*) noexcept nogil, void*)
     int pthread_join(pthread_t, void**)
     pthread_t pthread_self()
     int pthread_setname_np(pthread_t, const char*)
@@ -48,12 +43,10 @@ cdef struct Placement:
     int error                   # EINVAL when a CPU or node number is out of bounds
 
 cdef enum:
-    WATCHER_STACK_BYTES = 1 << 20   # of address space; what is not touched takes no memory
     WATCHER_NICE = -20
 
 cdef struct Thread:
     pthread_t handle
-    void* stack             # of a watcher, else NULL
     thread_fn fn
     void* arg
     char name[NAME_BYTES]
@@ -79,44 +72,9 @@ default_placement.error = 0
 cdef Thread* thread_create(
     const char* stage, int index, thread_fn fn, void* arg
 ) noexcept nogil:
-    return thread_create_on(NULL, stage, index, fn, arg)
-
-
-cdef Thread* watcher_create(
-    const char* stage, int index, thread_fn fn, void* arg
-) noexcept nogil:
-    # A thread that others must hear from in time. fork() takes 10 ms for each GB of 4 KB pages,
-    # and stops whoever writes to private memory meanwhile: so the stack is shared memory. `fn`
-    # may write no private memory as long as all goes well.
-    cdef Thread* t
-    cdef void* stack = shared_pages(WATCHER_STACK_BYTES)
-    t = thread_create_on(stack, stage, index, fn, arg)
-    if t == NULL:
-        free_shared_pages(stack, WATCHER_STACK_BYTES)
-    return t
-
-
-cdef void* shared_pages(size_t nbytes) noexcept nogil:
-    # NULL if there is no memory.
-    cdef void* pages = mmap(
-        NULL, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0
-    )
-    return NULL if pages == MAP_FAILED else pages
-
-
-cdef void free_shared_pages(void* pages, size_t nbytes) noexcept nogil:
-    if pages != NULL:
-        munmap(pages, nbytes)
-
-
-cdef Thread* thread_create_on(
-    void* stack, const char* stage, int index, thread_fn fn, void* arg
-) noexcept nogil:
-    # stack: WATCHER_STACK_BYTES that thread_join frees; NULL lets the system choose one.
     cdef Thread* t = <Thread*>calloc(1, sizeof(Thread))
     if t == NULL:
         return NULL
-    t.stack = stack
     snprintf(t.name, NAME_BYTES, "fastps:%s:%d", stage, index)
     t.fn = fn
     t.arg = arg
@@ -150,12 +108,7 @@ cdef int thread_launch(Thread* t) noexcept nogil:
     sigdelset(&blocked, SIGFPE)
     sigdelset(&blocked, SIGILL)
     pthread_sigmask(SIG_SETMASK, &blocked, &before)
-    cdef pthread_attr_t attributes
-    pthread_attr_init(&attributes)
-    if t.stack != NULL:
-        pthread_attr_setstack(&attributes, t.stack, WATCHER_STACK_BYTES)
-    cdef int error = pthread_create(&t.handle, &attributes, thread_main, t)
-    pthread_attr_destroy(&attributes)
+    cdef int error = pthread_create(&t.handle, NULL, thread_main, t)
     pthread_sigmask(SIG_SETMASK, &before, NULL)
     return error
 
@@ -175,14 +128,12 @@ cdef void* thread_main(void* arg) noexcept nogil:
 
 cdef int thread_join(Thread* t, int64_t deadline_ns) noexcept nogil:
     if t.generation != fps_load32(&fork_generation):
-        free_shared_pages(t.stack, WATCHER_STACK_BYTES)
         free(t)
         return OK
     if completion_wait(&t.ended, deadline_ns, 0) != OK:
         return E_TIMEOUT
     # The thread runs no code of ours any more: this waits for the kernel to bury it, no longer.
     pthread_join(t.handle, NULL)
-    free_shared_pages(t.stack, WATCHER_STACK_BYTES)
     count(COUNT_THREADS, -1)
     free(t)
     return OK

@@ -50,7 +50,8 @@ def test_what_is_added_without_rounds_is_there_and_nobody_waits():
 
 
 def test_a_worker_that_is_stopped_holds_up_nobody():
-    found = run_job(programs.stopped, workers=3, servers=1, environment=APART)
+    patient = {**APART, "FASTPS_LEASE_S": "10"}
+    found = run_job(programs.stopped, workers=3, servers=1, environment=patient)
     for took in found[:2]:
         assert took["during"]
         assert max(took["during"]) < min(slowed(1.0), 2.5)  # of three seconds

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_a_launcher_ends_at_once_what_waits_for_another_machine(tmp_path, pid, w
     tmp_path.joinpath("train.py").write_text(APART.replace("PID", pid))
     token = tmp_path / "job.token"
     token.touch(0o600)
-    token.write_text("0123456789abcdef" * 2)
+    token.write_text(secrets.token_hex(16))
     command = [*LAUNCH, "-np", "1,2", "--scheduler-host", "127.0.0.1", "--scheduler-port", port,
                "--token-file", str(token)]  # fmt: skip
     environ = clean_environ() | {"PYTHONPATH": os.getcwd()}

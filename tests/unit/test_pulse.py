@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -277,28 +276,6 @@ def test_a_collected_pulse_warns_and_ends(pair):
     with pytest.warns(ResourceWarning, match="without stop"):
         _core.Pulse(pair[0].fileno(), PAYLOAD, 3600.0)
     assert faces.threads_alive() == before
-
-
-def test_no_beat_needs_memory_that_a_fork_protects(pair):
-    """A fork stops who writes to private memory, for a second where a process has 100 GB."""
-    ours, theirs = pair
-    before = count_shared_stacks()
-    pulse = _core.Pulse(ours.fileno(), PAYLOAD, 0.01)
-    read_beats(theirs, 2)
-    beats = _core.Beats(0.01)
-    assert count_shared_stacks() == before + 2
-    pulse.stop()
-    beats.stop()
-    assert count_shared_stacks() == before
-
-
-def count_shared_stacks() -> int:
-    """Count the shared mappings of 1 MB that this process has."""
-    found = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(word, 16) for word in line.split()[0].split("-"))
-        found += (end - begin) // (1 << 20) if "rw-s" in line else 0
-    return found
 
 
 def test_a_thread_that_waits_for_the_gil_holds_up_no_beats(pair):
