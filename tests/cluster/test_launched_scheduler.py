@@ -16,6 +16,7 @@ from launched import LIMIT_S, JobRunner, wait_lines
 
 from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import End, FrameReader, RequestLocations, pack, unpack_news
+from fastps.control.stall_inquiry import LEAST_S
 from fastps.launch.output import Screen, Stream, outlets
 from fastps.launch.scheduler import SchedulerProcess
 from fastps.launch.scheduler_process import EXIT_DIED, LaunchedScheduler
@@ -211,6 +212,7 @@ def test_an_interrupt_asks_the_workers_where_they_are_before_they_end(job):
     code = JOINED + "if fastps.rank(): wait_for('never')\nfastps.barrier(timeout_s=60)"
     with job.started(job.python("-np", "2", code=code)) as process:
         wait_lines(process, "ready", 2)
+        time.sleep(2 * LEAST_S)  # shorter waits are not logged
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
