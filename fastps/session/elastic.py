@@ -890,6 +890,8 @@ class ElasticSession(Session):
 
     def close(self) -> None:
         """Leave the job in order, as Session.close()."""
+        if isinstance(groups := self._groups, ElasticGroups):
+            groups.report_landings()  # which others wait for
         with self.changed:  # others may need us to commit what has landed
             self.changed.wait_for(
                 lambda: (

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -106,7 +107,10 @@ class ElasticGroupHandle(OperationHandle):
 
     def _collect(self, timeout_s: float | None) -> FastPSError | None:
         limit_s = self._waiting.timeout_s if timeout_s is None else timeout_s
-        return super()._collect(timeout_s) or self._groups.settle(self.landing, limit_s)
+        deadline = time.perf_counter() + limit_s
+        if error := super()._collect(limit_s):
+            return error
+        return self._groups.settle(self.landing, max(deadline - time.perf_counter(), 0.0), limit_s)
 
     def _make(self, error: FastPSError | None) -> Array | list[Array]:
         if error is None and self.beside is not None:
@@ -161,7 +165,9 @@ class ElasticGroup(Group):
         """Wait for an operation, and its commit; see GroupBase.finish()."""
         landing = self._host.take(operation)
         super().finish(operation)
-        if landing is not None and (error := self._host.settle(landing, self.timeout_s)):
+        if landing is not None and (
+            error := self._host.settle(landing, self.timeout_s, self.timeout_s)
+        ):
             raise error
 
 
@@ -270,16 +276,16 @@ class ElasticGroups(Groups):
             if landing.is_taken:
                 del self._landings[entry]
 
-    def settle(self, landing: Landing, limit_s: float) -> FastPSError | None:
-        """Wait until an operation that has landed is committed; return why it is not.
+    def settle(self, landing: Landing, left_s: float, limit_s: float) -> FastPSError | None:
+        """Wait for left_s until an operation that has landed is committed; return why it is not.
 
-        Raises StallError in time.
+        Raises StallError, as of limit_s, in time.
         """
         operation = landing.operation
         self._report(landing)
         with self._changed:
             if not self._changed.wait_for(
-                lambda: landing.is_committed is not None or self._session.has_failed, limit_s
+                lambda: landing.is_committed is not None or self._session.has_failed, left_s
             ):
                 raise self.explain(operation, None, limit_s)
             if landing.is_committed:

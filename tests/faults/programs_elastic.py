@@ -15,6 +15,7 @@ import numpy as np
 from run_program import mark
 
 import fastps
+from fastps.session import elastic
 
 SIZES = (1, 3000, 16384, 70_000, 300_000)  # of a line, inline, staged, in partitions
 
@@ -229,6 +230,23 @@ def leave_at_once() -> dict[str, Any]:
         fastps.shutdown()
         return {}
     time.sleep(0.3)
+    return {"found": handle.wait().tolist()}
+
+
+def leave_a_maximum() -> dict[str, Any]:
+    """Leave after a maximum has landed here, before fastps:commit looks at it again."""
+    fastps.init(elastic=fastps.Elastic(min=1))
+    mark("READY")
+    if fastps.rank() == 1:
+        elastic._LOOK_S = 60.0
+    fastps.barrier()
+    if fastps.rank() == 0:
+        time.sleep(0.3)  # so that worker 1 looks at its operation before that lands
+    handle = fastps.allreduce_async(np.ones(4), op=fastps.Max)
+    if fastps.rank() == 1:
+        handle.operations[0].wait(timeout_s=60)
+        fastps.shutdown()
+        return {}
     return {"found": handle.wait().tolist()}
 
 

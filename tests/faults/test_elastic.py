@@ -273,6 +273,7 @@ def test_a_worker_that_leaves_early_is_named_at_once(layout):
 def test_who_leaves_takes_part_in_what_has_landed():
     results = run(programs_elastic.leave_at_once, "shared", workers=2)
     assert results[0]["found"] == [2] * 3
+    assert run(programs_elastic.leave_a_maximum, "shared", workers=2)[0]["found"] == [1] * 4
 
 
 def test_on_view_may_not_communicate():

@@ -13,22 +13,9 @@ from typing import Any
 import programs_elastic_state as programs
 import pytest
 from job import Job
-from test_elastic import LAYOUTS, results_of
+from test_elastic import LAYOUTS, results_of, run
 
 COUNT = programs.COUNT
-
-
-def run(
-    program: Any, layout: str, *victims: int, workers: int = 3, fault: str = "", **arguments: Any
-):
-    """Run a job whose victims kill themselves; return the results of the others."""
-    environment, servers = LAYOUTS[layout]
-    each = {("worker", rank): {"FASTPS_FAULT": f"{fault}:kill"} for rank in victims if fault}
-    with Job(
-        program, workers=workers, servers=servers, environment=environment, each=each,
-        arguments=arguments,
-    ) as job:  # fmt: skip
-        return results_of(job, *victims)
 
 
 def uses_of(results: Mapping[int, Mapping[str, Any]], epochs: int = 3) -> list[list[int]]:
