@@ -708,7 +708,9 @@ class Membership(SilenceMixin):
             item.has_started, item.is_owner, item.number = False, False, None
         self._in_view = _places_of(survivors)
         if member.is_worker and not self._replay.next_view(self._in_view):
-            log.error("%s, which it was not in the job of FASTPS_REPLAY: sums differ now", lost)
+            log.error(
+                "%s; the job of FASTPS_REPLAY did not lose it here: results differ now", lost
+            )
             self._replay.stop()
         self._count_survivors(survivors)
         self._change_until = now + self._config.start_timeout_s

@@ -56,6 +56,7 @@ from fastps.control.protocol import (
 from fastps.control.start_watch import Place
 from fastps.control.view_log import ViewRecord, read_records, write_records
 from fastps.errors import ConfigError, ProtocolError
+from fastps.files import text_of
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
 from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose
 from fastps.transport import sockets
@@ -115,6 +116,7 @@ class Scheduler:
             replay=_views_to_replay(config),
         )
         self._views: list[ViewRecord] = []  # that have ended
+        _begin_view_log(config)
         self._on_ready = on_ready
         self._on_change = on_change
         self._listeners = list(listeners)
@@ -524,6 +526,21 @@ def _views_to_replay(config: Config) -> list[ViewRecord]:
             "many, with FASTPS_ELASTIC_MIN (fastps-run --min)"
         )
     return records
+
+
+def _begin_view_log(config: Config) -> None:
+    """Raise ConfigError at the start if the log of views cannot be written."""
+    if not config.view_log:
+        return
+    if not config.is_elastic:
+        raise ConfigError(
+            f"FASTPS_VIEW_LOG={config.view_log} is for elastic jobs, which have views; set "
+            "FASTPS_ELASTIC_MIN (fastps-run --min), or leave it out"
+        )
+    try:
+        write_records(config.view_log, [])
+    except OSError as error:
+        raise ConfigError(f"FASTPS_VIEW_LOG={config.view_log}: {text_of(error)}") from error
 
 
 def _state_of(join: Join) -> str:

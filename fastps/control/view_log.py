@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from fastps.errors import ConfigError
-from fastps.files import open_folder, read_file
+from fastps.files import open_folder, read_file, text_of
 
 
 class ViewRecord(msgspec.Struct, frozen=True):
@@ -102,8 +102,9 @@ def read_records(path: str) -> list[ViewRecord]:
         found = [msgspec.json.decode(line, type=ViewRecord) for line in lines]
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
-            f"FASTPS_REPLAY={path} cannot be read: {error}; give the file that a job wrote with "
-            "FASTPS_VIEW_LOG"
+            f"FASTPS_REPLAY={path} cannot be read: "
+            f"{text_of(error) if isinstance(error, OSError) else error}; give the file that a job "
+            "wrote with FASTPS_VIEW_LOG"
         ) from error
     if not found or [one.view for one in found] != list(range(1, len(found) + 1)):
         raise ConfigError(

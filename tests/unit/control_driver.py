@@ -51,6 +51,9 @@ def make_spec(name: str = "w", shape: tuple[int, ...] = (10, 20), **changes: Any
     return TensorSpec(name, Layout(shape=shape, **fields))
 
 
+MAX_IDLE_TICKS = 1000  # at one time; each member and request may be due then
+
+
 class Driver:
     """Feeds events to a Membership; `now` is the time, which only tests move."""
 
@@ -174,11 +177,13 @@ class Driver:
 
     def advance(self, seconds: float) -> None:
         """Let time pass, with ticks when they are due and nobody silent."""
-        end = self.now + seconds
+        end, n_idle = self.now + seconds, 0
         while True:
             due = self.machine.next_deadline()
             if due is None or due > end:
                 break
+            n_idle = n_idle + 1 if due <= self.now else 0
+            assert n_idle < MAX_IDLE_TICKS, "the next deadline stays in the past: a busy loop"
             self.now = max(self.now, due)
             self.do(self.machine.tick(self.now))
         self.now = end

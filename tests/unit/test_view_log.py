@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import pytest
-from control_driver import Driver
+from control_driver import Driver, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.control.commits import entry_of, parts_of
 from fastps.control.protocol import ResultsCommitted, ResultsLanded, Started, ViewLost
+from fastps.control.scheduler import Scheduler
 from fastps.control.view_log import Replay, ViewRecord, read_records, write_records
 from fastps.errors import ConfigError
 
@@ -138,3 +139,20 @@ def test_a_log_is_read_as_written(tmp_path):
     for count in (1, 2):
         write_records(str(tmp_path / "views"), records[:count])
     assert read_records(str(tmp_path / "views")) == records
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [({"elastic_min": 0}, "fastps-run --min"), ({"view_log": "/proc/views"}, "/proc/views")],
+)
+def test_a_log_that_cannot_be_is_told_at_the_start(tmp_path, wrong, text):
+    given = {"elastic_min": 1, "view_log": str(tmp_path / "views")}
+    Scheduler(make_config(**given))
+    with pytest.raises(ConfigError, match=f"FASTPS_VIEW_LOG.*{text}"):
+        Scheduler(make_config(**given | wrong))
+
+
+def test_another_number_of_workers_is_refused(tmp_path):
+    write_records(str(tmp_path / "views"), [ViewRecord(1, (0, 1, 2), {})])
+    with pytest.raises(ConfigError, match="3 workers; start as many"):
+        Scheduler(make_config(size=2, elastic_min=1, replay=str(tmp_path / "views")))
