@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits on disk: each tensor and the whole file have a digest, and the previous commit is kept.
+"""Commits of training state on disk, with digests; the previous commit is kept.
+
+Results of an elastic job are committed in control/commits.py, which has nothing to do with this.
 
 A file has three parts: the bytes of all tensors; the head, with plain values, and description and
 digest of each tensor; the end, with magic, length and digest of the head. So a file that is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commits of plain values with tensors in them, as files of `fastps.frameworks.commits`."""
+"""Training state with tensors in it, written and read by `fastps.frameworks.commits`."""
 
 from __future__ import annotations
 
