@@ -537,7 +537,7 @@ class GradientExchange:
                     self._compression.add_to(self._parameters[member], self._momenta)
 
     def _start_one(self, index: int) -> None:
-        """Send a bucket by the session's fastest call: this happens within backward()."""
+        """Send one bucket by a call of its own: this happens within backward()."""
         if self._process_set is not global_process_set:
             self._start_within([index])
             return
