@@ -3,7 +3,8 @@
 
 Decides when a round is complete, what becomes of its contributions, and where late frames end.
 Must never know how bytes travel, or whether they are compressed: codecs and robust rules are rules
-of a key. Threads: those of the links, without the GIL; rules on threads of their own.
-Read _policies.pxd (a key and its policy), _store.pyx (frames, lookups), _rounds*.pxi (sums),
-_accumulate*.pxi (asynchronous pushes), dataplane.py (what a process needs around a store).
+of a key. Threads: those of the links, without the GIL; rules on engine threads of the store.
+Read _policies.pxd (a key and its policy), then a frame's way: _store.pyx (lookups), _rounds.pxi
+(arrivals; _rounds_state.pxi has the theory), _rounds_sum.pxi, _rounds_send.pxi (results, errors).
+Then _accumulate*.pxi (asynchronous pushes), dataplane.py (what a process needs around a store).
 """

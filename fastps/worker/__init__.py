@@ -5,5 +5,7 @@ Decides which stages a part visits (shared memory, codec, links) and when an ope
 Must never know a framework, a session, or the policy of an owner. Threads: callers start
 with the GIL, links and helpers complete without it.
 Read _stage.pxd (what a stage promises), _engine.pyx, _remote.pxi (links), _plan.pyx (tensors and
-the other stages), _local*.pxi (ranks of one machine), handle.py (what callers wait for).
+the other stages), handle.py (what callers wait for). Ranks of one machine: _local_ring.pxi (the
+theory), _local_start.pxi, _local_work.pxi (one step of work, pipes too), _local.pxi (threads that
+do steps); local.py brings the ranks together.
 """
