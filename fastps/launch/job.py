@@ -402,11 +402,11 @@ class Job:
         self._lost.extend(failed)
         workers = [part for part in self.parts if part.role in ("worker", "machine")]
         left = [part.name for part in workers if part.is_alive and part not in self._lost]
+        rest = "this machine has no workers"
+        if workers:
+            rest = f"{len(left)} of {len(workers)} {workers[0].role}s continue without it"
         for part in failed:
-            self._screen.report(
-                f"{part.describe()} {part.describe_end()}; {len(left)} of {len(workers)} "
-                f"{workers[0].role}s continue without it"
-            )
+            self._screen.report(f"{part.describe()} {part.describe_end()}; {rest}")
         others_go_on = (
             self._is_spread and self._scheduler is not None and self._scheduler.state.has_begun
         )

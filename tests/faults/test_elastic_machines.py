@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import socket
 import subprocess
@@ -59,6 +60,31 @@ def test_the_scheduler_stays_for_the_workers_of_other_machines(tmp_path, least, 
     assert codes[1 - victim] == 0, shown
     assert f"LAST {1 << (1 - victim)}" in shown[1 - victim]
     assert codes[0] == 0  # as the job; the other machine alone knows its own workers
+
+
+def test_a_machine_of_servers_reports_the_loss_of_its_only_one(tmp_path):
+    program, token = tmp_path / "train.py", tmp_path / "job.token"
+    program.write_text(textwrap.dedent(PROGRAM).replace("me == VICTIM", "True"))
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(16))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = [sys.executable, "-m", "fastps.launch.run", "--machines", "2", "-np", "1,0", "-s",
+             "0,1", "--min", "1", "--scheduler-host", "127.0.0.1", "--scheduler-port", port,
+             "--token-file", str(token)]  # fmt: skip
+    machines = [
+        subprocess.Popen(
+            [*words, "--machine-rank", str(machine), sys.executable, str(program)],
+            env=clean_environ() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )
+        for machine in range(2)
+    ]  # fmt: skip
+    worker, server = (machine.communicate(timeout=90)[0] for machine in machines)
+    assert machines[0].returncode == 128 + signal.SIGKILL, worker
+    assert machines[1].returncode not in (0, None), server
+    assert "Traceback" not in server
+    assert "server 0" in server
 
 
 @pytest.mark.parametrize(("least", "victim"), [(1, 0), (1, 1), (2, 1)])
