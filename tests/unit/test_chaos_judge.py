@@ -104,6 +104,14 @@ def test_survivors_must_agree_about_the_first_of_two():
     assert "survivors blame different members" in finding.text
 
 
+def test_a_survivor_may_name_a_worker_that_left_because_of_the_loss():
+    one = seen()
+    one.records[-1]["text"] = "barrier 'barrier' cannot complete: worker 0 left the job"
+    assert judge(KILL, MEMORY, one).findings == []
+    one.records[-1]["text"] = "barrier 'barrier' cannot complete: worker 2 left the job"
+    assert [finding.kind for finding in judge(KILL, MEMORY, one).findings] == ["wrong blame"]
+
+
 def gone_on(
     *, steps=(STEPS, 5, STEPS), views=(2,), cause="worker 1 (h, pid 9) is lost: it", **more
 ):

@@ -112,6 +112,8 @@ def culprits(event: Event, layout: Layout, machine: int) -> re.Pattern[str]:
         names.append("fastps-run")
     if event.phase == "start" and layout.servers:
         names.append(f"of {layout.servers} servers? joined")  # its number is not known yet
+    if event.phase == "start" and len(layout.machines) > 1:
+        names.append("no scheduler at")  # one that comes late, when the others have ended
     return re.compile("|".join(rf"\b{name}\b" for name in names))
 
 
@@ -272,12 +274,21 @@ def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
         if wanted.search(error["text"]):
             verdict.blames += 1
             named.append((rank, set(wanted.findall(error["text"]))))
+        elif _is_of_one_that_left(error["text"], wanted, seen):
+            verdict.blames += 1
         else:
             verdict.add("wrong blame", f"{what} (wanted: {wanted.pattern})")
         if after_s > limit:
             verdict.add("late", f"{what} (limit: {limit:.1f} s)")
     if named and event.kind not in CUTS and not set.intersection(*(names for _, names in named)):
         verdict.add("wrong blame", f"survivors blame different members: {named}")
+
+
+def _is_of_one_that_left(text: str, wanted: re.Pattern[str], seen: Seen) -> bool:
+    """Return whether an error names a worker that left with an error of the right blame."""
+    found = re.search(r"\bworker (\d+) left the job", text)
+    errors = seen.of(int(found[1]), "error") if found else []
+    return any(wanted.search(error["text"]) for error in errors)
 
 
 def _was_ended_at_start(event: Event, seen: Seen, rank: int) -> bool:
