@@ -518,7 +518,8 @@ class ElasticSession(Session):
         elif status != Status.OK:
             self._settle_failed(one, view, status, left_s)
         else:
-            self._report_landed(handle.unit, handle.mates)
+            if handle.unit.reported != view:
+                self._report_landed()
             self._await_commit(handle, view, deadline, limit_s)
 
     def _await_commit(
@@ -553,17 +554,24 @@ class ElasticSession(Session):
                 one.error = error
                 self._forget(one)
 
-    def _report_landed(
-        self, unit: Scope | ElasticHandle, handles: Sequence[ElasticHandle]
-    ) -> None:
-        """Report to the scheduler, once in a view, that a unit has landed in it."""
+    def _report_landed(self) -> None:
+        """Report to the scheduler, in one message, all that has landed and was not reported yet.
+
+        What a program waits for later is committed with what it waits for now.
+        """
         with self.changed:
-            if unit.reported == self.view or not unit.has_landed(self.view):
-                return
-            unit.reported = self.view
-            entries = [entry for one in handles for entry in one.left_entries]
+            entries: list[str] = []
+            seen: set[int] = set()
+            for handle in self._active.values():
+                unit = handle.unit
+                if id(unit) in seen:
+                    continue
+                seen.add(id(unit))
+                if unit.reported != self.view and unit.has_landed(self.view):
+                    unit.reported = self.view
+                    entries += [entry for one in handle.mates for entry in one.left_entries]
             landed = ResultsLanded(self._generation, tuple(entries))
-        if (client := self._client) is not None:
+        if entries and (client := self._client) is not None:
             with contextlib.suppress(FastPSError):  # the end of the connection has its own error
                 client.send(landed)
 
@@ -599,12 +607,9 @@ class ElasticSession(Session):
                 self.changed.wait_for(
                     lambda: self._active or self._is_tracking or self._ending.is_set()
                 )
-                handles = list(dict.fromkeys(self._active.values()))
-            for handle in handles:
-                self._report_landed(handle.unit, handle.mates)
+            self._report_landed()
             if isinstance(groups := self._groups, ElasticGroups):
                 groups.report_landings()
-            del handles  # what the program has dropped is to go
             self._ending.wait(_LOOK_S)
 
     @property

@@ -246,27 +246,23 @@ class ElasticGroups(Groups):
         return any(one.is_committed is None for one in self._landings.values())
 
     def report_landings(self) -> None:
-        """Report all that has landed."""
+        """Report to the scheduler all that has landed, and was not reported yet."""
+        found: dict[int, list[str]] = {}  # by the number of members
         with self._changed:
-            landings = list(self._landings.values())
-        for landing in landings:
-            self._report(landing)
-
-    def _report(self, landing: Landing) -> None:
-        """Report to the scheduler, once, that an operation has landed."""
-        with self._changed:
-            status = landing.status
-            if landing.is_committed is not None or landing.is_reported or status is None:
-                return
-            if status != Status.OK:
-                landing.decide(is_committed=False)
-                return
-            landing.is_reported = True
-        entry = entry_of(landing.operation)
-        with contextlib.suppress(FastPSError):  # the end of the connection has its own error
-            self._connections.client.send(
-                ResultsLanded(self._generation, (entry,), landing.n_members)
-            )
+            for entry, landing in self._landings.items():
+                status = landing.status
+                if landing.is_committed is not None or landing.is_reported or status is None:
+                    continue
+                if status == Status.OK:
+                    landing.is_reported = True
+                    found.setdefault(landing.n_members, []).append(entry)
+                else:
+                    landing.decide(is_committed=False)
+        for n_members, entries in found.items():
+            with contextlib.suppress(FastPSError):  # the end of the connection has its own error
+                self._connections.client.send(
+                    ResultsLanded(self._generation, tuple(entries), n_members)
+                )
 
     def commit(self, entry: str) -> None:
         """Take a commit; the caller holds the lock."""
@@ -282,7 +278,8 @@ class ElasticGroups(Groups):
         Raises StallError, as of limit_s, in time.
         """
         operation = landing.operation
-        self._report(landing)
+        if not landing.is_reported:
+            self.report_landings()
         with self._changed:
             if not self._changed.wait_for(
                 lambda: landing.is_committed is not None or self._session.has_failed, left_s

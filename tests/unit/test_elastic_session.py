@@ -55,30 +55,38 @@ def started(session: Any, *names: str, scope: Scope | None = None) -> tuple[Elas
     return handle, part
 
 
-def report(session: Any, handle: ElasticHandle) -> list[ResultsLanded]:
-    session._report_landed(handle.unit, handle.mates)
+def report(session: Any) -> list[ResultsLanded]:
+    session._report_landed()
     sent, session._client.sent = session._client.sent, []
     return sent
 
 
 def test_a_landed_operation_is_reported_once_in_a_view(session):
-    handle, part = started(session, "a", "b")
-    assert report(session, handle) == []
+    _, part = started(session, "a", "b")
+    assert report(session) == []
     part.has_landed = True
-    assert report(session, handle) == [ResultsLanded(7, ("a#1", "b#1"))]
-    assert report(session, handle) == []
+    assert report(session) == [ResultsLanded(7, ("a#1", "b#1"))]
+    assert report(session) == []
+
+
+def test_what_has_landed_is_reported_with_what_a_program_waits_for(session):
+    parts = [started(session, name)[1] for name in "abc"]
+    parts[0].has_landed = parts[2].has_landed = True
+    assert report(session) == [ResultsLanded(7, ("a#1", "c#1"))]
+    parts[1].has_landed = True
+    assert report(session) == [ResultsLanded(7, ("b#1",))]
 
 
 def test_the_next_view_needs_only_what_is_not_committed(session):
     handle, part = started(session, "a", "b")
     part.has_landed = True
-    report(session, handle)
+    report(session)
     session._on_event(ResultsCommitted(("a#1",)))  # another worker had begun them apart
     assert not handle.is_committed
     session.view, session._generation = 2, 8
     handle._parts = ()
     handle.start(2)
-    assert report(session, handle) == [ResultsLanded(8, ("b#1",))]
+    assert report(session) == [ResultsLanded(8, ("b#1",))]
     session._on_event(ResultsCommitted(("b#1",)))
     assert handle.is_committed
     assert not session._active
@@ -86,15 +94,15 @@ def test_the_next_view_needs_only_what_is_not_committed(session):
 
 def test_a_scope_is_reported_as_a_whole(session):
     scope = Scope()
-    first, landed = started(session, "a", scope=scope)
-    second, late = started(session, "b", scope=scope)
+    _, landed = started(session, "a", scope=scope)
+    _, late = started(session, "b", scope=scope)
     landed.has_landed = True
-    assert report(session, first) == []  # it is open, and half of it is late
+    assert report(session) == []  # it is open, and half of it is late
     scope.close()
-    assert report(session, first) == []
+    assert report(session) == []
     late.has_landed = True
-    assert report(session, second) == [ResultsLanded(7, ("a#1", "b#1"))]
-    assert report(session, first) == []
+    assert report(session) == [ResultsLanded(7, ("a#1", "b#1"))]
+    assert report(session) == []
 
 
 def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
