@@ -33,8 +33,11 @@ PREFIX = "fastps-status"
 # The numbers of statistics() that may fall again; all others only grow.
 GAUGES = frozenset({
     "step_seconds", "exposed_share", "exposed_share_of_step", "credit_bytes", "links", "tensors",
-    "size", "members", "half_open", "generation",
+    "size", "members", "half_open", "generation", "messages_kept", "shared_memory_bytes", "pipes",
+    "peer_memory", "autotune_is_over", "autotune_gain", "autotune_credit_bytes",
+    "autotune_partition_bytes", "autotune_bucket_bytes",
 })  # fmt: skip
+OF_SERVER = "server_"  # before the numbers of a server beside a worker
 MAX_CLIENTS = 8  # at one time, of one socket; the kernel lets more of them wait
 _ANSWER_S = 5.0  # for a client to send its request, and to read the answer; both together
 _STOP_S = 5.0
@@ -234,7 +237,8 @@ def render(about: Mapping[str, Any], numbers: Numbers, links: Links) -> bytes:
     class Numbered:
         def collect(self) -> Iterator[Metric]:
             for name, value in numbers.items():
-                kind = GaugeMetricFamily if name in GAUGES else CounterMetricFamily
+                may_fall = name.removeprefix(OF_SERVER) in GAUGES
+                kind = GaugeMetricFamily if may_fall else CounterMetricFamily
                 family = kind(
                     f"fastps_{name}", f"{name} of fastps.statistics()", labels=list(labels)
                 )

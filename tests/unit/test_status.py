@@ -146,3 +146,15 @@ def test_a_host_without_its_port():
     assert [host_name(host) for host in ("a:1", "a", "[::1]:2", "[::1", "")] == [
         "a", "a", "::1", "::1", "",
     ]  # fmt: skip
+
+
+def test_numbers_that_may_fall_are_gauges():
+    about = {"job": "j", "role": "worker", "rank": 0}
+    numbers = {"operations": 2, "messages_kept": 1, "server_tensors": 3, "server_bytes_summed": 9}
+    text = status.render(about, numbers, []).decode()
+    kinds = dict(line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE"))
+    assert {name.removesuffix("_total"): kind for name, kind in kinds.items()} == {
+        "fastps_operations": "counter", "fastps_messages_kept": "gauge",
+        "fastps_server_tensors": "gauge", "fastps_server_bytes_summed": "counter",
+        "fastps_link_bytes_sent": "counter", "fastps_link_bytes_received": "counter",
+    }  # fmt: skip
