@@ -316,6 +316,10 @@ cdef class Pulse:
         pulse_free(self.state)
 
     cdef void signal_stop(self) noexcept nogil:
+        # A forked child has copies of all but wake_fd, which it shares: the parent's thread would
+        # not find out that it may read on, and never sleep again.
+        if self.thread.generation != fps_load32(&fork_generation):
+            return
         if not completion_is_done(&self.state.stop):
             completion_part_done(&self.state.stop, OK)
             wake_poll(self.state.wake_fd)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import select
 import signal
 import socket
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
+from pathlib import Path
 
 import pytest
 
@@ -276,6 +279,33 @@ def test_a_collected_pulse_warns_and_ends(pair):
     with pytest.warns(ResourceWarning, match="without stop"):
         _core.Pulse(pair[0].fileno(), PAYLOAD, 3600.0)
     assert faces.threads_alive() == before
+
+
+@pytest.mark.parametrize("how", ["stopped", "collected"])
+def test_a_child_that_stops_its_copy_does_not_keep_the_thread_awake(pair, how):
+    pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 3600.0)
+    if (child := os.fork()) == 0:
+        if how == "stopped":
+            pulse.stop()
+        else:
+            warnings.simplefilter("ignore")
+            del pulse
+        os._exit(0)
+    os.waitpid(child, 0)
+    before = processor_s()
+    time.sleep(0.5)
+    used_s = processor_s() - before
+    pulse.stop()
+    assert used_s < 0.1
+
+
+def processor_s() -> float:
+    """Return the processor time of the thread that beats."""
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        head, _, tail = stat.read_text().rpartition(")")
+        if "fastps:pulse" in head:
+            return sum(map(int, tail.split()[11:13])) / os.sysconf("SC_CLK_TCK")
+    raise AssertionError("no thread beats")
 
 
 def test_a_thread_that_waits_for_the_gil_holds_up_no_beats(pair):
