@@ -13,6 +13,7 @@ less the median step (stall). Each survivor counts in its own time of the same c
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -27,7 +28,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import itertools
 
 import fastps
 from fastps.config.closed_pipe import ends_quietly
