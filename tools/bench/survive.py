@@ -28,7 +28,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-
 import fastps
 from fastps.config.closed_pipe import ends_quietly
 
