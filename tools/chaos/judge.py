@@ -23,6 +23,7 @@ END_S = 20.0  # between the last error and the end of all, with the grace of lau
 STALLED_S = 0.5  # a driver that was so late was itself without a processor
 OURS = {"PeerLostError", "ShutdownError", "StallError", "TransportTimeout", "TransportError",
         "ViewChangedError"}  # fmt: skip
+CAME_LATE = "no scheduler at"  # to a start, from another machine, when the others had ended
 TORCHS = {"DistBackendError", "RuntimeError"}
 
 
@@ -113,7 +114,7 @@ def culprits(event: Event, layout: Layout, machine: int) -> re.Pattern[str]:
     if event.phase == "start" and layout.servers:
         names.append(f"of {layout.servers} servers? joined")  # its number is not known yet
     if event.phase == "start" and len(layout.machines) > 1:
-        names.append("no scheduler at")  # one that comes late, when the others have ended
+        names.append(CAME_LATE)
     return re.compile("|".join(rf"\b{name}\b" for name in names))
 
 
@@ -273,7 +274,8 @@ def _check_errors(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
             verdict.add("wrong type", what)
         if wanted.search(error["text"]):
             verdict.blames += 1
-            named.append((rank, set(wanted.findall(error["text"]))))
+            if CAME_LATE not in error["text"]:
+                named.append((rank, set(wanted.findall(error["text"]))))
         elif _is_of_one_that_left(error["text"], wanted, seen):
             verdict.blames += 1
         else:
