@@ -8,6 +8,7 @@ so tests/house notices a picture that is out of date.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterable
 from html import escape
@@ -197,4 +198,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `| head -1` ends it quietly
     main()

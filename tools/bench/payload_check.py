@@ -25,6 +25,7 @@ from aids import faces
 from aids.boards import EchoBoard, PushBoard
 from aids.faces import Buffer
 from fastps._core import BufferPool
+from fastps.config.closed_pipe import ends_quietly
 from fastps.transport.tcp._transport import TcpTransport
 
 TIMEOUT_S = 120.0
@@ -93,6 +94,7 @@ def compare(nbytes: int, chunk_bytes: int, rounds: int) -> str:
     return line
 
 
+@ends_quietly
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(
@@ -117,4 +119,4 @@ def _time(data: bytes) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -42,6 +42,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fastps.config.closed_pipe import ends_quietly
 from tools import netlab
 from tools.chaos import report
 from tools.chaos.events import Event, draw, plan
@@ -259,6 +260,7 @@ def remove_old() -> None:
                 netlab.NetLab(name=match[1]).down()
 
 
+@ends_quietly
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     options = make_parser().parse_args(arguments)
