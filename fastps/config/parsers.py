@@ -16,11 +16,11 @@ PATH_MTUS = (0, 256, 512, 1024, 2048, 4096)
 
 
 def as_text(value: object) -> str:
-    """Return text as it is."""
+    """Return a copy of a text: a forked child overwrites that of a token."""
     if isinstance(value, str):
         plain = value.encode(errors="ignore").decode().replace("\0", "")
         if plain == value:
-            return value
+            return plain
     raise ValueError("a text in UTF-8 without zero bytes")
 
 

@@ -6,6 +6,7 @@ Knows no other setting. No error and no log line contains a token. Threads: any.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import math
@@ -19,6 +20,10 @@ from fastps.errors import ConfigError
 from fastps.files import read_file
 
 log = logging.getLogger(__name__)
+
+_libc = ctypes.CDLL(None)
+_libc.getenv.restype = ctypes.c_void_p
+_held: set[int] = set()  # descriptors of hold_token()
 
 MAX_FILE_BYTES = 4096
 MIN_BYTES = 16  # shorter tokens can be guessed from one recorded handshake
@@ -110,15 +115,40 @@ def hold_token(token: str) -> tuple[str, str]:
         return "FASTPS_TOKEN", token
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, os.fsencode(token))
+    _held.add(descriptor)
     return "FASTPS_TOKEN_FILE", f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def drop_token(path: str) -> None:
+    """Close a file of hold_token(); another path, and one of another process, stays as it is."""
+    ours = f"/proc/{os.getpid()}/fd/"
+    descriptor = int(path.removeprefix(ours)) if path.startswith(ours) else -1
+    if descriptor in _held:
+        _held.remove(descriptor)
+        os.close(descriptor)
+
+
+def _drop_tokens_in_child() -> None:
+    """Let tokens end with their owner: the name of a file leads to its descriptor."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_tokens_in_child)
 
 
 def hide_token() -> None:
     """Remove the token from this process's environment, which children inherit and show.
 
-    `load` still finds it, by the variable that replaces it.
+    Also overwrite it in the memory that /proc/PID/environ shows. `load` still finds it, by the
+    variable that replaces it.
     """
-    token = os.environ.pop("FASTPS_TOKEN", "")
+    at = _libc.getenv(b"FASTPS_TOKEN")
+    token = os.environ.get("FASTPS_TOKEN", "")
+    if at and token:
+        ctypes.memset(at, ord("0"), len(ctypes.string_at(at)))
+    os.environ.pop("FASTPS_TOKEN", None)
     if token:
         name, value = hold_token(token)
         os.environ[name] = value
@@ -132,9 +162,6 @@ def enter_environment(variables: Mapping[str, str]) -> None:
 
 def leave_environment(names: Sequence[str]) -> None:
     """Remove the settings of enter_environment() by name, and the token."""
-    kept = os.environ.pop("FASTPS_TOKEN_FILE", "")
-    ours = f"/proc/{os.getpid()}/fd/"
-    if kept.startswith(ours):
-        os.close(int(kept.removeprefix(ours)))
+    drop_token(os.environ.pop("FASTPS_TOKEN_FILE", ""))
     for name in names:
         os.environ.pop(name, None)

@@ -99,7 +99,7 @@ from fastps.errors import (
     StallError,
 )
 from fastps.security.handshake import Purpose
-from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys, wipe
+from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys, wipe, wipe_text
 from fastps.transport import sockets
 from fastps.types import checked_seconds
 
@@ -761,6 +761,7 @@ class ControlClient:
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
         wipe(self._token, getattr(self, "keys", None))
+        wipe_text(self._config.token)
 
 
 def _ignore(event: Event) -> None:

@@ -58,7 +58,7 @@ from fastps.control.view_log import ViewRecord, read_records, write_records
 from fastps.errors import ConfigError, ProtocolError
 from fastps.files import text_of
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
-from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose
+from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose, wipe
 from fastps.transport import sockets
 from fastps.transport.handshake_gate import HandshakeGate
 
@@ -168,6 +168,11 @@ class Scheduler:
     def n_connections(self) -> int:
         """Return the number of control connections: of members, and of those that ask to join."""
         return len(self._controls)
+
+    def abandon(self) -> None:
+        """Forget all tokens in a forked child; the connections are the parent's."""
+        for token in (self._token, *self._tokens.values()):
+            wipe(token, None)
 
     async def run(self) -> int:
         """Listen and serve until the job is over; return the exit status of the process."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
+import weakref
 
 from fastps.config import Config
 from fastps.control.scheduler import Scheduler
@@ -34,6 +36,7 @@ class HostedScheduler:
             config, listeners=listeners, on_ready=lambda host, port: self._is_up.set()
         )
         self._thread = threading.Thread(target=self._work, name="fastps:scheduler", daemon=True)
+        _hosted.add(self)
 
     def start(self) -> None:
         """Start the thread and wait until it serves."""
@@ -51,6 +54,10 @@ class HostedScheduler:
             self._loop.call_soon_threadsafe(self._end, timeout_s)
         self._thread.join(timeout_s + _END_S)
 
+    def abandon(self) -> None:
+        """Forget all tokens in a forked child."""
+        self._scheduler.abandon()
+
     def _work(self) -> None:
         asyncio.run(self._serve())
 
@@ -64,3 +71,14 @@ class HostedScheduler:
             self._loop.call_later(_LOOK_S, self._end, timeout_s - _LOOK_S)
         else:
             self._scheduler.stop("the worker that hosted it has left")
+
+
+_hosted: weakref.WeakSet[HostedScheduler] = weakref.WeakSet()  # of this process
+
+
+def _abandon_in_child() -> None:
+    for hosted in list(_hosted):
+        hosted.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

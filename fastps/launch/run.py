@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fastps.config import Config, load, process_environment
 from fastps.config.closed_pipe import ends_quietly
-from fastps.config.token import TOKEN_RECIPE, hold_token
+from fastps.config.token import TOKEN_RECIPE, hide_token, hold_token
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import open_folder, text_of
 from fastps.launch import timeline
@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hold_standard_streams()
     options = parse(sys.argv[1:] if arguments is None else arguments)
     environment = process_environment()
+    hide_token()
     try:
         options = spread(options, environment)
     except ConfigError as error:

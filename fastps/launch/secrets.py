@@ -9,12 +9,11 @@ machine that must not have the job's token. Used from the launcher's main thread
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 
 from fastps.config import load
-from fastps.config.token import hold_token
+from fastps.config.token import drop_token, hold_token
 from fastps.errors import ConfigError
 from fastps.launch.plan import ProcessSpec
 from fastps.security.tokens import ROLES, Token, parse
@@ -39,9 +38,8 @@ class Handout:
 
     def close(self) -> None:
         """Drop all tokens, so that no process can join with them any more; idempotent."""
-        for name, value in self._held.values():
-            if name == "FASTPS_TOKEN_FILE":
-                os.close(int(value.rpartition("/")[2]))
+        for _, value in self._held.values():
+            drop_token(value)
         self._held.clear()
 
     def _with_own(self, spec: ProcessSpec, job: Token) -> ProcessSpec:

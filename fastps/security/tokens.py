@@ -11,6 +11,7 @@ socket, no clock.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -114,6 +115,12 @@ def wipe_bytes(secret: bytes) -> None:
     """Overwrite a secret of more than one byte; shorter ones the interpreter shares."""
     if len(secret) > 1:
         ctypes.memset(id(secret) + bytes.__basicsize__ - 1, 0, len(secret))
+
+
+def wipe_text(secret: str) -> None:
+    """Overwrite a secret text of ASCII; other texts are kept in more forms."""
+    if len(secret) > 1 and secret.isascii():
+        ctypes.memset(id(secret) + sys.getsizeof("") - 1, ord("0"), len(secret))
 
 
 def make_keys(token: Token, job_id: str, me: int, machine: int) -> Keys:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from fastps import _core, config
 from fastps.config.closed_pipe import ends_quietly
+from fastps.config.token import hide_token
 from fastps.config.versions import ShowVersion
 from fastps.control.scheduler import Scheduler, serve
 from fastps.errors import ConfigError, FastPSError
@@ -159,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = load_config(parsed)
         if settings.role == "validator":
             run_program(parsed, settings)
+        hide_token()
         _core.arm_fault(settings.fault)
         with logging_to_reader(sys.stderr.fileno(), settings.log_level, role=settings.role):
             if settings.role == "scheduler":

@@ -88,6 +88,10 @@ def _forget_changes_in_child() -> None:
     """Let a forked child begin anew: the threads that were at it are not in it."""
     global _changes, _starting, _closing
     _changes, _starting, _closing = threading.Condition(), None, None
+    if _current is not None and _met is not None:
+        from fastps.security.tokens import wipe_text  # noqa: PLC0415  (imported since init())
+
+        wipe_text(str(_met.settings.get("token", "")))
 
 
 os.register_at_fork(after_in_child=_forget_changes_in_child)
@@ -122,6 +126,11 @@ def _join(config: Config, settings: Mapping[str, object]) -> Session:
     from fastps.control import foreign_launch  # noqa: PLC0415
 
     global _met
+    if _current is not None:
+        raise NotInitializedError(
+            "this process was forked from one that called fastps.init(), and its place in that "
+            "job is taken; call init() in the process that trains"
+        )
     met = _met or foreign_launch.meet(config)
     try:
         session = _made(load({**settings, **met.settings}))

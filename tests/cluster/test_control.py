@@ -511,6 +511,8 @@ def _check_child(client: ControlClient, sockets: int) -> int:
         client.leave(timeout_s=1)
         if client._token.secret.strip(b"\0") or client.keys.memory.strip(b"\0"):
             return 4
+        if client._config.token.strip("0"):
+            return 5
         return 0 if _socket_count() < sockets else 3
     except BaseException:
         return 2

@@ -515,6 +515,7 @@ def test_what_workers_start_does_not_inherit_the_token(job, is_by_hand, monkeypa
         for _ in range(2):
             fastps.init()
             look()
+            assert secret not in pathlib.Path("/proc/self/environ").read_text()
             fastps.shutdown()
         print("looked")
     """
@@ -526,6 +527,22 @@ def test_what_workers_start_does_not_inherit_the_token(job, is_by_hand, monkeypa
         result = job.run(job.python("-np", "2", code=code))
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("looked") == 2 - is_by_hand
+
+
+def test_the_launcher_shows_no_token_of_its_environment(job, monkeypatch):
+    token = "9f3a61c07be2d5849f3a61c07be2d584"
+    monkeypatch.setenv("FASTPS_TOKEN", token)
+    code = """
+        import os
+        with open(f"/proc/{os.getppid()}/environ") as file:
+            print("FASTPS_TOKEN=" in file.read())
+            file.seek(0)
+            assert "TOKEN" not in file.read()
+    """.replace("TOKEN", token)
+    program = [sys.executable, job.write("train.py", code)]
+    result = job.run([sys.executable, "-m", "fastps.launch.run", "-np", "1", *program])
+    assert result.returncode == 0, result.stderr
+    assert "True" in result.stdout
 
 
 def test_token_of_a_file_stays_with_the_launcher(job):

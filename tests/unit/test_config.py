@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fastps import config
 from fastps.config import SETTINGS, Config, Derived, child_environment, launchers, load
 from fastps.config import __main__ as command
-from fastps.config.token import hide_token
+from fastps.config.token import drop_token, hide_token, hold_token
 from fastps.errors import ConfigError
 
 SECRET = "9f3a61c07be2d584-very-secret"
@@ -330,7 +330,36 @@ def test_the_token_leaves_the_environment_and_is_still_found(monkeypatch):
     code = "from fastps import config; print(config.load().token_bytes().decode())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.stdout.strip() == SECRET, "a process that is to join can"
-    os.close(int(os.environ["FASTPS_TOKEN_FILE"].rpartition("/")[2]))
+    drop_token(os.environ["FASTPS_TOKEN_FILE"])
+
+
+def test_the_token_is_overwritten_where_the_kernel_shows_it():
+    code = (
+        "import pathlib; from fastps.config.token import hide_token; hide_token(); "
+        "print(pathlib.Path('/proc/self/environ').read_text())"
+    )
+    given = os.environ | {"FASTPS_TOKEN": SECRET}
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=given)
+    assert f"FASTPS_TOKEN={'0' * len(SECRET)}\0" in shown.stdout
+    assert SECRET not in shown.stdout
+
+
+def test_a_forked_child_has_no_descriptor_of_a_token():
+    files = [hold_token(SECRET)[1] for _ in range(2)]
+    drop_token(files[0])
+    drop_token(files[0])
+    number = files[1].rpartition("/")[2]
+    child = os.fork()
+    if not child:
+        os._exit(os.path.exists(f"/proc/self/fd/{number}"))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Path(files[1]).read_text() == SECRET
+    drop_token(files[1])
+    assert not os.path.exists(files[1])
+
+
+def test_each_config_has_a_text_of_its_own():
+    assert load({"token": SECRET}, {}).token is not load({"token": SECRET}, {}).token
 
 
 def test_the_token_stays_where_the_kernel_has_no_memory_for_it(monkeypatch):

@@ -20,6 +20,7 @@ from fastps.security.tokens import (
     unseal_keys,
     whose,
     wipe,
+    wipe_text,
 )
 
 JOB = Token(b"9f3a61c07be2d584")
@@ -96,3 +97,11 @@ def test_a_child_can_forget_what_it_has_no_use_for(is_own):
     if is_own:
         assert all(keys.of(peer) == bytes(32) for peer in range(3))
     wipe(Token(b""), None)
+
+
+def test_a_text_is_overwritten_where_it_lies():
+    secret = b"9f3a61c07be2d584".decode()
+    other = b"Gr\xc3\xbc\xc3\x9fe".decode()
+    for text in (secret, other, ""):
+        wipe_text(text)
+    assert (secret, other) == ("0" * 16, "Gr\u00fc\u00dfe")
