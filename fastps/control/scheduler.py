@@ -170,9 +170,19 @@ class Scheduler:
         return len(self._controls)
 
     def abandon(self) -> None:
-        """Forget all tokens in a forked child; the connections are the parent's."""
+        """Forget all tokens in a forked child, and let go of the sockets: our death must be seen.
+
+        Objects that nothing calls there still hold the numbers, which therefore stay taken.
+        """
         for token in (self._token, *self._tokens.values()):
             wipe(token, None)
+        writers = [*self._controls.values(), *self._pulses.values(), *self._launchers]
+        served = [writer.get_extra_info("socket") for writer in writers]
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for sock in (*self._listeners, *served):
+            if sock.fileno() >= 0:
+                os.dup2(nowhere, sock.fileno(), inheritable=False)
+        os.close(nowhere)
 
     async def run(self) -> int:
         """Listen and serve until the job is over; return the exit status of the process."""

@@ -55,7 +55,7 @@ class HostedScheduler:
         self._thread.join(timeout_s + _END_S)
 
     def abandon(self) -> None:
-        """Forget all tokens in a forked child."""
+        """Let go of sockets and tokens in a forked child."""
         self._scheduler.abandon()
 
     def _work(self) -> None:

@@ -30,6 +30,7 @@ from control_cluster import (
 from harness import slowed
 
 from aids.faces import threads_alive
+from fastps.config import load
 from fastps.control.client import GRACE_S, NOTICE_S, ControlClient
 from fastps.control.protocol import (
     MAX_BLOB_BYTES,
@@ -500,6 +501,39 @@ class TestFork:
                 finally:
                     os.kill(child, signal.SIGKILL)
             member.client.close()
+
+    def test_death_of_a_scheduler_is_seen_though_a_child_of_its_process_lives(self) -> None:
+        """A worker that hosts it has a data loader, say."""
+        program = """
+import json, os, sys, time
+from fastps.config import load
+from fastps.control.scheduler_thread import HostedScheduler
+hosted = HostedScheduler(load(json.loads(sys.argv[1]), {}))
+hosted.start()
+print(hosted.address[1], flush=True)
+sys.stdin.readline()
+if child := os.fork():
+    print(child, flush=True)
+time.sleep(60)
+"""
+        settings = make_settings(size=1, num_servers=0, lease_s=30.0, heartbeat_s=1.0)
+        with Process(program, json.dumps(settings)) as process:
+            port = int(process.read_line())
+            member = Member(load(settings | {"scheduler_port": port}, {}))
+            assert process.popen.stdin is not None
+            process.popen.stdin.write("fork\n")
+            process.popen.stdin.flush()
+            child = int(process.read_line())
+            try:
+                process.popen.send_signal(signal.SIGKILL)
+                killed = time.monotonic()
+                lost = member.told.wait_for(PeerLost)
+                assert isinstance(lost, PeerLost)
+                assert lost.role == "scheduler"
+                assert seconds_since(killed) < 2.0
+            finally:
+                os.kill(child, signal.SIGKILL)
+            member.client.leave(timeout_s=1)
 
 
 def _check_child(client: ControlClient, sockets: int) -> int:
