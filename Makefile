@@ -6,6 +6,7 @@
 #   make test-frameworks   the plugins, each with its framework in .venvs/
 #   make bench   measure against the alternatives
 #   make wheel   manylinux wheels for every Python that is here, in dist/
+#   make sbom    the packages that 'pip install fastps' brings, as CycloneDX in out/sbom.json
 #   make docs    the site, in out/site; broken links are errors
 #   make soak    half an hour under the sanitizers of the compiler, then a million names
 #   make mutate  make 200 one-line mistakes, one at a time; fails where the tests notice too few
@@ -29,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel docs soak mutate chaos build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -78,14 +79,24 @@ bench: .venv/.demo
 	$(RUN) tools/bench/peers/run.py --json out/peers.jsonl
 	$(RUN) tools/bench/train_torch.py --json out/train_torch.jsonl
 
-# Two tools with environments of their own, beside those of the frameworks.
+# Three tools with environments of their own, beside those of the frameworks.
 wheel: .venvs/wheel/.made
 	PIP_FLAGS="$(PIP_FLAGS)" .venvs/wheel/bin/python tools/wheels.py
+
+# Nothing is compiled: the package itself counts by its name and version.
+INSTALLED := .venvs/installed
+sbom: .venvs/sbom/.made
+	$(PYTHON) -m venv --clear --without-pip $(INSTALLED)
+	FASTPS_ONLY=nothing .venvs/sbom/bin/python -m pip --disable-pip-version-check \
+		--python $(INSTALLED) install --quiet $(PIP_FLAGS) .
+	@mkdir -p out
+	.venvs/sbom/bin/cyclonedx-py environment --output-reproducible --output-format JSON \
+		--output-file out/sbom.json $(INSTALLED)/bin/python
 
 docs: .venvs/docs/.made
 	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet --site-dir out/site
 
-.venvs/wheel/.made .venvs/docs/.made: .venvs/%/.made: $(METADATA)
+.venvs/wheel/.made .venvs/sbom/.made .venvs/docs/.made: .venvs/%/.made: $(METADATA)
 	$(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) $$($(PYTHON) -c \
 		'import configparser as c; f = c.ConfigParser(); f.read("setup.cfg"); \

@@ -8,12 +8,16 @@ that nothing of this folder slips in. auditwheel gives it the oldest manylinux t
 symbols allow; nothing is bundled, and a library beyond the standard's list is an error. The
 Python that runs this needs `fastps[wheel]`; the others get what a build needs in an environment
 that is thrown away (PIP_FLAGS is handed to pip).
+
+One commit gives the same bytes again, in any folder, with the same Python, compiler and packages,
+which are shown. All files get the time of SOURCE_DATE_EPOCH, else that of the commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +30,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+FIRST_ZIP_TIME = "315532800"  # 1980: a zip file knows no earlier one
+BUILT_WITH = ("cython", "numpy", "setuptools")
 HEADER = "import os, sysconfig as s; print(os.path.exists(s.get_path('include') + '/Python.h'))"
 
 
@@ -53,11 +59,28 @@ def call(*command: object, **options: object) -> str:
     return done.stdout
 
 
+def commit_time() -> str:
+    """Return the time of the commit in seconds, or 1980 where this is no repository."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        return FIRST_ZIP_TIME
+    return call("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
+
+
 def unpack_sources(folder: Path) -> Path:
-    """Make the source archive and unpack it; give its folder."""
+    """Make the source archive and unpack it, with the modes of any umask; return its folder."""
     call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT)
     shutil.unpack_archive(next(folder.glob("*.tar.gz")), folder / "sources")
+    for path in (folder / "sources").rglob("*"):
+        path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     return next((folder / "sources").iterdir())
+
+
+def built_with(python: str) -> str:
+    """Return the compiler and the packages of a build, on which its bytes depend."""
+    found = call(python, "-m", "pip", "list", "--format=freeze").split()
+    packages = [one for one in found if one.partition("==")[0].lower() in BUILT_WITH]
+    compiler = call(*shlex.split(os.environ.get("CC", "cc")), "--version").partition("\n")[0]
+    return ", ".join([compiler, *packages])
 
 
 def build_wheel(python: str, source: Path, folder: Path) -> Path:
@@ -71,6 +94,7 @@ def build_wheel(python: str, source: Path, folder: Path) -> Path:
         call(*pip, *os.environ.get("PIP_FLAGS", "").split(), *needed)
     wheel = ("wheel", "--no-build-isolation", "--no-deps", "-q", "-w", folder / "raw", source)
     call(builder, "-m", "pip", "--disable-pip-version-check", *wheel)
+    print(f"  by {built_with(builder)}", flush=True)
     return next((folder / "raw").glob("*.whl"))
 
 
@@ -95,6 +119,8 @@ def main() -> None:
     options = parser.parse_args()
     pythons = options.python or find_pythons()
     options.to.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("SOURCE_DATE_EPOCH", commit_time())
+    os.umask(0o022)
     with tempfile.TemporaryDirectory() as scratch:
         source = unpack_sources(Path(scratch))
         for number, python in enumerate(pythons):

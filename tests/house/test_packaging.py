@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import configparser
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,20 +21,27 @@ from house_source import CYTHON_SUFFIXES, PACKAGE, ROOT
 METADATA = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 ONE_MODULE = "fastps.transport._link"  # one extension stands for all: the others take minutes
 BUILT = (".so", ".c", ".html", ".pyc")
+NEEDED = ["msgspec", "numba", "numpy"]
+FOR_DEVELOPERS = {"docs", "wheel", "sbom", "test"}
 
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
     """Build a wheel and a source archive of a clean copy; give the folder with both."""
     folder = tmp_path_factory.mktemp("packaging")
-    source = folder / "source"
-    source.mkdir()
+    build(folder, folder / "source")
+    return folder
+
+
+def build(folder: Path, source: Path, *words: str) -> None:
+    """Copy what a commit has to a new folder, and build it into another."""
+    source.mkdir(parents=True)
     for name in METADATA:
         shutil.copy(ROOT / name, source)
     shutil.copytree(PACKAGE, source / "fastps", ignore=lambda _, names: only_built(names))
     result = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source],
-        env={**os.environ, "FASTPS_ONLY": ONE_MODULE},
+        [sys.executable, "-m", "build", "--no-isolation", *words, "--outdir", folder, source],
+        env={**os.environ, "FASTPS_ONLY": ONE_MODULE, "SOURCE_DATE_EPOCH": "1700000000"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -39,7 +49,6 @@ def archives(tmp_path_factory):
         check=False,
     )
     assert result.returncode == 0, result.stdout
-    return folder
 
 
 def only_built(names: list[str]) -> set[str]:
@@ -78,7 +87,7 @@ def test_wheel_offers_the_commands_and_asks_for_little(archives):
     text = next(text for name, text in files.items() if name.endswith(".dist-info/METADATA"))
     metadata = Parser().parsestr(text.decode())
     needed = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert sorted(line.split(">")[0] for line in needed) == ["msgspec", "numba", "numpy"]
+    assert sorted(line.split(">")[0] for line in needed) == NEEDED
     assert metadata["License"] == "Apache-2.0"
 
 
@@ -89,3 +98,42 @@ def test_source_archive_can_be_built_from(archives):
     assert sources(".py", ".pyi", *CYTHON_SUFFIXES) <= names
     assert {*METADATA, "fastps/py.typed"} <= names
     assert not {name for name in names if name.endswith(BUILT)}
+
+
+@pytest.mark.timeout(300)
+def test_a_wheel_of_the_same_sources_has_the_same_bytes(archives, tmp_path):
+    """tools/wheels.py says the time; test_wheel.py looks for paths in all extensions."""
+    build(tmp_path, tmp_path / "in/another/folder", "--wheel")
+    (first,), (second,) = archives.glob("*.whl"), tmp_path.glob("*.whl")
+    differing = {
+        name for name, data in in_wheel(tmp_path).items() if in_wheel(archives).get(name) != data
+    }
+    assert not differing
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_users_get_ranges_without_a_highest_version():
+    parsed = configparser.ConfigParser()
+    parsed.read(ROOT / "setup.cfg")
+    lists = {"": parsed["options"]["install_requires"], **parsed["options.extras_require"]}
+    for extra in lists.keys() - FOR_DEVELOPERS:
+        for line in lists[extra].split():
+            assert re.fullmatch(r"[\w-]+(\[\w+\])?>=[\d.]+", line), f"{extra}: {line}"
+
+
+def test_each_package_that_all_users_get_has_a_reason():
+    lines = (ROOT / "setup.cfg").read_text().partition("install_requires =\n")[2].splitlines()
+    end = next(number for number, line in enumerate(lines) if not line.startswith(" "))
+    assert [line.strip()[:2] == "# " for line in lines[:end]] == [True, False] * len(NEEDED)
+
+
+def test_the_list_of_what_is_installed_has_all_packages():
+    listed = ROOT / "out" / "sbom.json"
+    if not listed.exists():
+        pytest.skip("no list: make sbom")
+    found = json.loads(listed.read_text())
+    names = {part["name"]: part["bom-ref"] for part in found["components"]}
+    assert found["bomFormat"] == "CycloneDX"
+    assert {"fastps", *NEEDED, "llvmlite"} <= names.keys()
+    needs = {one["ref"]: one.get("dependsOn", ()) for one in found["dependencies"]}
+    assert {names[name] for name in NEEDED} <= set(needs[names["fastps"]])
