@@ -63,6 +63,13 @@ class Build(build_ext):
         super().finalize_options()
         self.parallel = self.parallel or JOBS
 
+    def build_extensions(self):
+        """Some Pythons have extensions look for libraries in their own folder, which is here."""
+        if IS_INSTALLED:
+            linker = self.compiler.linker_so
+            self.compiler.linker_so = [one for one in linker if not one.startswith("-Wl,-rpath")]
+        super().build_extensions()
+
     def build_extension(self, ext):
         super().build_extension(ext)
         self.built += 1

@@ -112,6 +112,14 @@ def test_a_wheel_of_the_same_sources_has_the_same_bytes(archives, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.timeout(300)
+def test_a_wheel_names_no_folder_of_this_machine(archives):
+    """Neither by the compiler, nor where the loader looks for libraries."""
+    code = next(data for name, data in in_wheel(archives).items() if name.endswith(".so"))
+    folders = {str(ROOT), str(archives), sys.prefix, sys.base_prefix} - {"/usr"}
+    assert not [folder for folder in folders if folder.encode() in code]
+
+
 def test_users_get_ranges_without_a_highest_version():
     parsed = configparser.ConfigParser()
     parsed.read(ROOT / "setup.cfg")
