@@ -11,7 +11,7 @@ from cpython.buffer cimport (
 )
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.ref cimport Py_DECREF, Py_INCREF
-from libc.stdint cimport INT64_MAX, int64_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport INT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free, malloc
 
 from fastps cimport _core
@@ -26,7 +26,7 @@ from fastps._core cimport (
 from fastps.native.copy cimport FPS_BY_MOVES, FPS_BY_STREAMS, fps_copy, fps_copy_way
 from fastps.native.crc cimport fps_crc, fps_crc_chains, fps_crc_portable
 from fastps.native.posix cimport syscall
-from fastps.reduce._partition cimport Coder, code_sum
+from fastps.reduce._partition cimport Coder, Combiner, code_sum, combine
 
 import warnings
 from typing import NamedTuple
@@ -472,6 +472,31 @@ def sum_coded(Coder coder not None, payloads, wire, scratch, *, int64_t divisor,
         places[<int>i] = bytes_of(one, &nbytes, False)
     with nogil:
         code_sum(&coder.code, 0, version, places, n, divisor, target, memory)
+
+
+def combiner_scratch_bytes(Combiner combiner not None) -> int:
+    """Bytes of the scratch that combine_into() wants."""
+    return combiner.how.scratch_bytes
+
+
+def combine_into(Combiner combiner not None, updates, out, refused, scratch) -> None:
+    """Do what a server does with updates, and say with a byte for each which were refused."""
+    cdef uint64_t nbytes
+    cdef const void* places[128]
+    cdef int64_t status, n = len(updates)
+    if n >= combiner.how.slots or n > 128:
+        raise ValueError("more updates than there are workers")
+    for i, one in enumerate(updates):
+        places[<int>i] = bytes_of(one, &nbytes, False)
+    cdef char* target = bytes_of(out, &nbytes, True)
+    cdef char* flags = bytes_of(refused, &nbytes, True)
+    cdef char* memory = bytes_of(scratch, &nbytes, True)
+    if nbytes < combiner.how.scratch_bytes:
+        raise ValueError(f"scratch of {nbytes} bytes, {combiner.how.scratch_bytes} are wanted")
+    with nogil:
+        status = combine(&combiner.how, places, n, target, 1, <uint8_t*>flags, memory)
+    if status != 1:
+        raise error_of(<int>status, "the rule failed")
 
 
 def note_use(HugePages pages not None, array) -> None:
