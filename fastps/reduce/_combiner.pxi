@@ -527,6 +527,9 @@ cdef class Combiner:
         cdef fps_floats before
         arrays = [one for one in updates if one is not None]
         places = [place for place, one in enumerate(updates) if one is not None]
+        if len(arrays) >= self.how.slots:
+            raise ValueError(
+                f"the rule is for {self.how.slots - 1} updates at most, got {len(arrays)}")
         for one in arrays:
             if one.nbytes != self.how.count * self.how.itemsize or not one.flags.c_contiguous:
                 raise ValueError(

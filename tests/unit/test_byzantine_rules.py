@@ -251,6 +251,12 @@ def test_a_rule_of_the_users_in_python_and_in_machine_code():
         Combiner(bz.Own("some:rule"), DType.FLOAT32, n=4, count=50, function=3)
 
 
+def test_more_updates_than_it_has_room_for_are_refused():
+    combiner = Combiner(bz.Krum(1), DType.FLOAT32, n=5, count=40)
+    with pytest.raises(ValueError, match="5 updates at most, got 6"):
+        combiner.combine(updates_of(6, 40, seed=1))
+
+
 @pytest.mark.parametrize(
     ("rule", "n", "said"),
     [
