@@ -206,4 +206,4 @@ def _describe(role: str, number: int, host_id: str) -> dict[str, Any]:
 
 
 def _has_ended(folder: Folder, name: str) -> bool:
-    return any("end" in note for note in read_notes(folder, name))
+    return any(note.end is not None for note in read_notes(folder, name))

@@ -13,9 +13,11 @@ import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypedDict
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fastps.files import Folder
 
@@ -41,6 +43,31 @@ RECORD = np.dtype(
 )  # fmt: skip
 
 Spans: TypeAlias = np.ndarray[Any, np.dtype[np.void]]
+Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Time: TypeAlias = Annotated[int, Meta(gt=-(1 << 60), lt=1 << 60)]  # ns; sums have 64 bits
+
+
+class Who(TypedDict):
+    """The process of a trace; boot: the same on processes that read one clock."""
+
+    role: str
+    number: Number
+    host: str
+    boot: str
+    pid: Number
+
+
+class Note(msgspec.Struct, frozen=True):
+    """One line of notes; what it is about, and the fields that belong to that, are there."""
+
+    who: Who | None = None
+    tensor: Number | None = None
+    since: Time = 0
+    activity: Number | None = None
+    name: str = ""
+    of: str = ""
+    clock: tuple[Time, Time, Time] | None = None
+    end: Time | None = None
 
 
 @dataclass
@@ -69,17 +96,16 @@ def read_spans(data: bytes) -> Spans:
     return spans[: int(np.argmax(wrong))] if wrong.any() else spans
 
 
-def read_notes(folder: Folder, name: str) -> Iterator[dict[str, Any]]:
-    """Read the objects of a file up to the first line that is not whole."""
+def read_notes(folder: Folder, name: str) -> Iterator[Note]:
+    """Read the notes of a file up to the first line that is not whole, or is no note."""
     with folder.read(name) as file:
         text = file.read().decode(errors="replace")
     for line in text.splitlines():
         try:
-            note = json.loads(line)
-        except ValueError:
+            note = msgspec.convert(json.loads(line), Note)
+        except (ValueError, RecursionError):
             return
-        if isinstance(note, dict):
-            yield note
+        yield note
 
 
 def read_recording(folder: Folder, name: str) -> Recording:
@@ -92,15 +118,15 @@ def read_recording(folder: Folder, name: str) -> Recording:
         spans = read_spans(file.read())
     recording = Recording({}, spans)
     for note in read_notes(folder, name):
-        if "who" in note:
-            recording.who = note["who"]
-        elif "tensor" in note:
-            recording.names.setdefault(note["tensor"], []).append((note["since"], note["name"]))
-        elif "activity" in note:
-            recording.activities[note["activity"]] = (note["name"], note["of"])
-        elif "clock" in note:
-            recording.clocks.append(tuple(note["clock"]))
-        elif "end" in note:
+        if note.who is not None:
+            recording.who = dict(note.who)
+        elif note.tensor is not None:
+            recording.names.setdefault(note.tensor, []).append((note.since, note.name))
+        elif note.activity is not None:
+            recording.activities[note.activity] = (note.name, note.of)
+        elif note.clock is not None:
+            recording.clocks.append(note.clock)
+        elif note.end is not None:
             recording.has_ended = True
     return recording
 

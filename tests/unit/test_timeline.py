@@ -107,6 +107,18 @@ def test_a_record_that_cannot_be_ends_a_file(tmp_path):
     assert len(read_spans((tmp_path / "job-0.spans").read_bytes())) == 1
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["1", '{"who": 1}', '{"tensor": [], "name": "x", "since": 0}', '{"clock": [1, 2]}',
+     '{"clock": [1e30, 0, 0]}', '{"activity": 1, "name": 2}', "[" * 100_000],
+)  # fmt: skip
+def test_a_line_that_is_no_note_ends_the_notes(tmp_path, line):
+    leave(tmp_path, 0, [(PUSH, 1, 2)])
+    notes = tmp_path / "job-0.jsonl"
+    notes.write_text(notes.read_text().replace("{half", f"{line}\n"))
+    assert durations(merged(tmp_path), pid=0)["PUSH"][0][2] == "layer.1"
+
+
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(FastPSError, match="no process has left"):
         merged(tmp_path)
