@@ -100,7 +100,7 @@ def read_records(path: str) -> list[ViewRecord]:
         with read_file(Path(path)) as file:
             lines = file.readlines()
         found = [msgspec.json.decode(line, type=ViewRecord) for line in lines]
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"FASTPS_REPLAY={path} cannot be read: "
             f"{text_of(error) if isinstance(error, OSError) else error}; give the file that a job "

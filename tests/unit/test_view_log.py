@@ -124,7 +124,16 @@ def test_a_loss_that_the_log_lacks_is_told():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}\n", b'{"view":2,"workers":[0],"committed":{}}\n', None]
+    "data",
+    [
+        b"",
+        b"{}\n",
+        b'{"view":2,"workers":[0],"committed":{}}\n',
+        None,
+        b'{"view":1,"workers":[0],"committed":{},"x":' + b"[" * 100_000,
+        b'{"\xff":1}\n',
+    ],
+    ids=["empty", "no fields", "not the first", "no file", "deep", "not UTF-8"],
 )
 def test_what_is_no_log_is_refused(tmp_path, data):
     path = tmp_path / "views"
