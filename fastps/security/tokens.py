@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from fastps.errors import AuthError, ConfigError
+from fastps.errors import AuthError, ConfigError, ProtocolError
 from fastps.security.handshake import PROOF_BYTES, derive_key
 
 ROLES = ("worker", "server", "validator")  # from 1 on in a handshake's lane; 0: the job's token
@@ -68,7 +68,7 @@ def parse(secret: bytes, role: str = "", rank: int | None = None) -> Token:
     """
     if not secret.startswith(_MARK.encode()):
         return Token(secret)
-    found = [_parse_own(line) for line in secret.decode().split()]
+    found = [_parse_own(line) for line in secret.decode(errors="replace").split()]
     return next((one for one in found if (one.role, one.rank) == (role, rank)), found[0])
 
 
@@ -146,8 +146,12 @@ def sealed_keys(token: Token, own: Token, job_id: str, *, me: int, machine: int,
 
 
 def unseal_keys(own: Token, job_id: str, sealed: bytes) -> Keys:
-    """Return the keys of sealed_keys()."""
+    """Return the keys of sealed_keys(). Raises ProtocolError for what is too short for any."""
     count = len(sealed) // KEY_BYTES
+    if count < 1 or len(sealed) % KEY_BYTES:
+        raise ProtocolError(
+            f"the scheduler sent {len(sealed)} bytes of keys, which is no multiple of {KEY_BYTES}"
+        )
     plain = seal(own, job_id, [sealed[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)])
     keys = [plain[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)]
 

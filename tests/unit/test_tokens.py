@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.errors import AuthError, ConfigError
+from fastps.errors import AuthError, ConfigError, ProtocolError
 from fastps.launch.secrets import main as command
 from fastps.security.tokens import (
     ROLES,
@@ -55,6 +55,17 @@ def test_a_changed_token_is_none(change):
     text = JOB.own("worker", 1).text()
     with pytest.raises(ConfigError, match="cut or changed"):
         parse((text + change if change else text[:-2]).encode())
+
+
+def test_a_token_that_is_no_text_is_none():
+    with pytest.raises(ConfigError, match="cut or changed"):
+        parse(b"fastps-own:\xff")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 31, 33])
+def test_keys_that_the_scheduler_cut_are_an_error(nbytes):
+    with pytest.raises(ProtocolError, match=f"sent {nbytes} bytes of keys"):
+        unseal_keys(JOB.own("worker", 0), "job", bytes(nbytes))
 
 
 @given(st.integers(2, 9))
