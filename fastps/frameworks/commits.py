@@ -144,7 +144,7 @@ def _read_one(folder: Folder, name: str, room: Room[_T]) -> tuple[Any, list[_T]]
         file.seek(0)
         tensors: list[_T] = []
         for about, digest in zip(head["tensors"], head["digests"], strict=True):
-            tensor, data = room(about)
+            tensor, data = _make_room(room, about, len(tensors))
             left -= data.nbytes
             if left < 0 or file.readinto(data) != data.nbytes:
                 raise ValueError("tensors are missing")
@@ -168,7 +168,25 @@ def _read_head(file: BufferedReader, size: int) -> tuple[dict[str, Any], int]:
     data = file.read(length)
     if _digest(data) != digest:
         raise ValueError("its list of values has changed")
-    return decode_object(data), size - _END.size - length
+    head = decode_object(data)
+    if not (
+        isinstance(head, dict) and head.keys() == {"value", "tensors", "digests"}
+        and isinstance(head["tensors"], list) and isinstance(head["digests"], list)
+    ):  # fmt: skip
+        raise ValueError("its list of values is not one of fastps")
+    return head, size - _END.size - length
+
+
+def _make_room(room: Room[_T], about: Any, place: int) -> tuple[_T, memoryview]:
+    """Return what a framework makes of a description; ValueError where that is none of its."""
+    try:
+        return room(about)
+    except MemoryError as error:
+        raise FastPSError(
+            f"no memory for tensor {place}, {about!r}, of a commit; free some and start again"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"tensor {place}, {about!r}, cannot be made: {error}") from error
 
 
 def _digest(data: bytes | memoryview) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fastps import _core, config
+from fastps.collectives.objects import encode_object
 from fastps.control.foreign_launch import FileBoard
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import make_folders, open_folder, open_shared, read_file
@@ -261,6 +262,28 @@ def test_commits_of_another_user_are_not_loaded(theirs: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match=rf"cannot be used: .*belongs to user {NOBODY}"):
         commits.read(own, room)
     assert own.exists()  # not taken for damaged
+
+
+@pytest.mark.parametrize("head", [[], {"value": 1}, {"value": 1, "tensors": 2, "digests": []}])
+def test_a_commit_with_another_head_is_damaged(tmp_path: Path, head: object) -> None:
+    """Its digest is right, so no disk has changed it."""
+    path, data = tmp_path / "commit-1.fastps", encode_object(head)
+    end = commits._END.pack(commits._MAGIC, len(data), commits._digest(data))
+    path.write_bytes(data + end)
+    with pytest.raises(ConfigError, match="is not one of fastps"):
+        commits.read(path, lambda _: (None, memoryview(b"")))
+
+
+@pytest.mark.parametrize(("error", "named"), [(MemoryError, FastPSError), (KeyError, ConfigError)])
+def test_a_description_of_which_no_tensor_can_be_made(tmp_path: Path, error, named) -> None:
+    def room(_: object) -> tuple[None, memoryview]:
+        raise error("x")
+
+    path = tmp_path / "commit-1.fastps"
+    commits.write(path, {}, ["huge"], [memoryview(b"1234")])
+    with pytest.raises(named, match="tensor 0, 'huge'"):
+        commits.read(path, room)
+    assert path.exists()  # with too little memory it is not damaged
 
 
 def test_a_commit_follows_no_link(tmp_path: Path) -> None:
