@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ TUPLE, SET, ARRAY, INTEGER, PAIRS, ORDERED, NAMESPACE, PATH, DTYPE, ENUM, NAMED,
 )
 _PLAIN = (type(None), bool, float, bytes)
 _MIN_INT, _MAX_INT = -(1 << 63), (1 << 64) - 1
+_DTYPE = re.compile(r"[<>|][biufcmMOSUV][0-9]*(\[[0-9]*[a-zA-Z]+\])?")
 _SUPPORTED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and dtypes, Path, "
     "argparse.Namespace, Enum and named tuples"
@@ -35,11 +37,10 @@ _SUPPORTED = (
 
 
 # What decoding raises for bytes that encode_object() does not make: from msgspec (a ValueError),
-# from unpacking, from NumPy's parser of dtypes, and from a class that has no such member.
+# from unpacking, from NumPy, and from a class that has no such member.
 _MALFORMED = (
-    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, SyntaxError,
-    RecursionError,
-)  # fmt: skip
+    ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
+)
 
 
 class Unsendable:
@@ -87,7 +88,7 @@ def refusal_of(error: Exception) -> bytes:
 def decode_of(rank: int, data: bytes) -> Any:
     """Decode what encode_for_all() made on a worker; TypeError if that could not travel."""
     found = decode_object(data)
-    if not isinstance(found, tuple) or len(found) != 2:
+    if not isinstance(found, tuple) or len(found) != 2 or type(found[0]) is not bool:
         raise ProtocolError(f"worker {rank} sent an object that is malformed")
     is_whole, found = found
     if not is_whole:
@@ -202,9 +203,16 @@ def _from_plain(value: Any) -> Any:
         return _MAKERS[value.code](items)
     if value.code == ARRAY:
         dtype, shape, data = items
-        array = np.frombuffer(data, dtype=np.dtype(dtype))
+        array = np.frombuffer(data, _dtype_of(dtype))
         return array[0] if shape is None else array.reshape(shape).copy()
     raise ValueError(f"unknown extension {value.code} in a broadcast object")
+
+
+def _dtype_of(text: Any) -> np.dtype[Any]:
+    """Return a dtype by its str, as encoding writes it; nothing else that NumPy takes for one."""
+    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+        raise ValueError(f"{text!r} is not the str of a dtype")
+    return np.dtype(text)
 
 
 def _named(items: list[Any]) -> Any:
@@ -235,7 +243,7 @@ _MAKERS = {
     ORDERED: lambda items: OrderedDict((_from_plain(key), _from_plain(one)) for key, one in items),
     NAMESPACE: _namespace,
     PATH: lambda items: Path(*map(_from_plain, items)),
-    DTYPE: lambda items: np.dtype(*items),
+    DTYPE: lambda items: _dtype_of(*items),
     ENUM: _member,
     NAMED: _named,
 }

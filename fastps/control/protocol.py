@@ -121,6 +121,15 @@ class Job(_Record, frozen=True):
     is_local: bool
     validators: Count = 0
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers of members that are not there."""
+        most = max((self.me, self.size - 1, *self.owners))
+        if most >= len(self.members) or self.validators > self.size:
+            raise ValueError(
+                f"there are {len(self.members)} members, got size={self.size}, me={self.me}, "
+                f"owners={self.owners}, validators={self.validators}"
+            )
+
     @property
     def n_workers(self) -> int:
         """The number of workers."""
@@ -700,8 +709,12 @@ class DeclareKeys(_Message, frozen=True):
 
     @property
     def keys(self) -> Iterator[KeySpec]:
-        """The keys to prepare."""
+        """The keys to prepare. Raises ProtocolError for one without a layout."""
         for tensor_id, name, number, pieces, version, beside in self.tensors:
+            if number >= len(self.layouts):
+                raise ProtocolError(
+                    f"tensor {name!r} has layout {number}, there are {len(self.layouts)}"
+                )
             yield KeySpec(tensor_id, name, self.layouts[number], pieces, version, beside)
 
 

@@ -24,7 +24,15 @@ from fastps.collectives.objects import (
     encode_for_all,
     encode_object,
 )
-from fastps.control.protocol import unpack_spec
+from fastps.control.protocol import (
+    DeclareKeys,
+    Job,
+    Member,
+    NewJob,
+    pack,
+    unpack_spec,
+    unpack_to_member,
+)
 from fastps.control.rendezvous import find
 from fastps.errors import ProtocolError
 
@@ -174,6 +182,9 @@ def extension(code: int, *items: object) -> bytes:
     extension(10, "sys", "version.x.y", []),
     extension(10, "enum", "Enum", []),  # no hash
     extension(99),
+    extension(9, "<f4", "<f4"),  # further arguments of NumPy
+    extension(9, "(1" + ",1" * 5000 + ")f4"),  # a SyntaxError in NumPy
+    extension(9, ["<f4"]),
     b"\x91" * 5000 + b"\x01",  # RecursionError
     b"\xc1",
 ])  # fmt: skip
@@ -182,7 +193,10 @@ def test_what_a_liar_sends_is_an_error_of_the_protocol(data):
         decode_object(data)
 
 
-@pytest.mark.parametrize("data", [b"\x01", encode_object([True, 1]), encode_object((1, 2, 3))])
+@pytest.mark.parametrize(
+    "data",
+    [b"\x01", encode_object([True, 1]), encode_object((1, 2, 3)), encode_object((np.ones(2), 1))],
+)
 def test_an_answer_that_is_no_pair_is_an_error_of_the_protocol(data):
     with pytest.raises(ProtocolError, match="worker 3"):
         decode_of(3, data)
@@ -192,6 +206,24 @@ def test_an_answer_that_is_no_pair_is_an_error_of_the_protocol(data):
 def test_a_declaration_of_a_liar_is_an_error_of_the_protocol(data):
     with pytest.raises(ProtocolError, match="declaration of another worker is malformed"):
         unpack_spec(data)
+
+
+def test_a_job_without_the_members_it_names_is_an_error_of_the_protocol():
+    member = Member("worker", 0, "h", 1, 2, "node", 0, "", "b")
+    fields = ("job", 1, 0, 1, 0, 1, (member,), (0,), False)
+    job = bytes(pack(NewJob(Job(*fields))))[4:]
+    assert unpack_to_member(job) == NewJob(Job(*fields))
+    for place, number in ((2, 1), (3, 2), (7, (1,))):
+        wrong = list(fields)
+        wrong[place] = number
+        body = msgspec.msgpack.encode(["NewJob", [*wrong, 0]])
+        with pytest.raises(ProtocolError, match="scheduler is malformed"):
+            unpack_to_member(body)
+
+
+def test_a_key_without_a_layout_is_an_error_of_the_protocol():
+    with pytest.raises(ProtocolError, match="tensor 'w' has layout 3, there are 0"):
+        list(DeclareKeys(1, (), ((1, "w", 3, (), 0, 0),)).keys)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", "[" * 100000])
