@@ -8,7 +8,7 @@
 #   make wheel   manylinux wheels for every Python that is here, in dist/
 #   make sbom    the packages that 'pip install fastps' brings, as CycloneDX in out/sbom.json
 #   make docs    the site, in out/site; broken links are errors
-#   make soak    half an hour under the sanitizers of the compiler, then a million names
+#   make soak    half an hour under the sanitizers, an hour of fuzzers, then a million names
 #   make mutate  make 200 one-line mistakes, one at a time; fails where the tests notice too few
 #   make chaos   let processes, links, disks and clocks of 100 jobs fail, and check what they do
 #   make clean   remove what was built; make distclean also removes .venv and .venvs
@@ -122,6 +122,9 @@ soak: .venv/.test
 	tools/sanitize address
 	tools/sanitize undefined
 	tools/sanitize thread
+	FUZZ_SECONDS=1800 $(RUN) -m pytest -s tests/fuzz
+	FUZZ_SECONDS=900 tools/sanitize address tests/fuzz
+	FUZZ_SECONDS=900 tools/sanitize undefined tests/fuzz
 	$(RUN) -m pytest -s tests/soak/soak_*.py
 	FASTPS_MIXED_EXAMPLES=3000 $(RUN) -m pytest tests/cluster/test_mixed.py
 
