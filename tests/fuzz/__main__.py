@@ -69,7 +69,9 @@ def show(outcome: Outcome) -> None:
     """Print a line of the table, and each finding with the command that repeats it."""
     target, n = outcome.target, sum(one.times for one in outcome.findings.values())
     rate = outcome.inputs / max(outcome.seconds, 1e-9)
-    print(f"{target.name:<12}{outcome.inputs:>10} inputs{rate:>9.0f}/s{n:>8} findings", flush=True)
+    valid = 100 * outcome.n_valid / max(outcome.inputs, 1)
+    print(f"{target.name:<14}{outcome.inputs:>10} inputs{rate:>9.0f}/s{valid:>6.1f}% valid"
+          f"{n:>8} findings", flush=True)  # fmt: skip
     if not outcome.findings:
         return
     paths = outcome.save(FOLDER, target.seeds())

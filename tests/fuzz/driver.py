@@ -55,6 +55,7 @@ class Outcome:
     target: Target
     seed: int
     inputs: int = 0
+    n_valid: int = 0  # without those of children that died
     seconds: float = 0.0
     findings: dict[str, Finding] = field(default_factory=dict)  # by where
 
@@ -80,16 +81,18 @@ def is_sanitized() -> bool:
     return "san.so" in os.environ.get("LD_PRELOAD", "")
 
 
-def run_one(target: Target, data: bytes, *, is_seed: bool = False) -> None:
-    """Give a target one input; raises what is a finding."""
-    began = time.thread_time()
+def run_one(target: Target, data: bytes, *, is_seed: bool = False) -> bool:
+    """Give a target one input; return whether it was valid. Raises what is a finding."""
+    began, is_valid = time.thread_time(), True
     try:
         target.run(data)
     except Exception as error:
         if is_seed or not target.is_refusal(error):
             raise
+        is_valid = False
     took = time.thread_time() - began
     assert took < SLOW_S, f"{len(data)} bytes took {took:.1f} s"
+    return is_valid
 
 
 def fuzz(target: Target, *, seed: int, inputs: int = 0, seconds: float = 0.0) -> Outcome:
@@ -135,8 +138,11 @@ def _run_child(outcome: Outcome, first: int, last: int, until: float) -> tuple[i
                     before, since = number, time.monotonic()
                 limit = OPEN_S if number == _OPENING else HANG_S
                 has_hung = time.monotonic() - since > limit
-        if has_hung:
-            os.kill(child, signal.SIGABRT)  # whose handler shows where it is
+            if has_hung:
+                os.kill(child, signal.SIGABRT)  # whose handler shows where it is
+            for line in news:  # what the reader holds
+                outcome.note(*json.loads(line))
+        outcome.n_valid += _NUMBER.unpack_from(shared, _NUMBER.size)[0]
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         number = max(_NUMBER.unpack_from(shared)[0], first)
     how = f"it did not end within {HANG_S:g} s" if has_hung else ""
@@ -151,7 +157,7 @@ def _work(target: Target, seed: int, span: tuple[int, int, float], shared: Any, 
     try:
         faulthandler.enable()
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)  # else each thread reserves 128 MiB
-        number, last, until = span
+        (number, last, until), n_valid = span, 0
         target.open()
         seeds = target.seeds()
         gc.collect()
@@ -162,12 +168,13 @@ def _work(target: Target, seed: int, span: tuple[int, int, float], shared: Any, 
             _NUMBER.pack_into(shared, 0, number)
             data = target.make(seeds, seed, number)
             try:
-                run_one(target, data, is_seed=number < len(seeds))
+                n_valid += run_one(target, data, is_seed=number < len(seeds))
             except BaseException as error:
                 note = json.dumps([_where(error), number, traceback.format_exc(limit=-6)])
                 os.write(sink, note.encode() + b"\n")
             number += 1
         _NUMBER.pack_into(shared, 0, number)
+        _NUMBER.pack_into(shared, _NUMBER.size, n_valid)
         target.close()
         code = 0
     except BaseException:

@@ -19,7 +19,7 @@ import numpy as np
 import test_store
 import test_store_coded
 from test_store import CHUNK, Server
-from transport_nets import IN_ORDER, OPEN, PEER_LOST, PROTOCOL, TIMEOUT_S
+from transport_nets import IN_ORDER, OPEN, PEER_LOST, PROTOCOL, TIMEOUT_S, wait_until
 from window_fleet import aligned
 
 from aids import faces
@@ -34,7 +34,7 @@ from aids.wire import (
     pack_header,
     unpack_header,
 )
-from fastps.collectives._exchange import Program
+from fastps.collectives._exchange import Exchange, Program
 from fastps.collectives.schedule import Kind, Place, Step
 from fastps.contract.contract import ANY_STALENESS, Policy
 from fastps.errors import ProtocolError, Status
@@ -134,6 +134,8 @@ class TcpStream(Frames):
         assert found == wanted
         ends = {True: (PROTOCOL, PEER_LOST), False: (IN_ORDER, PEER_LOST)}
         assert status in ends.get(is_broken, (PROTOCOL, PEER_LOST, IN_ORDER))
+        if status == PROTOCOL:
+            raise ProtocolError("the link was ended")
 
     def _model(
         self, data: bytes, is_checked: bool
@@ -242,12 +244,15 @@ class ExchangeFrames(Frames):
         )  # fmt: skip
         window.connect([(1, 0)], [], {}, keep=(own, room))
         try:
-            kept = [self._begin(exchange, window, own), fleet]
+            kept = [self._begin(exchange, window, data[0] // 2 if data else 0), fleet]
+            wait_until(lambda: fleet.settle(range(2)) or box.has_letter(), "the first frame")
             for payload, fields in self.posts(data):
                 box.post(0, payload, **fields)
                 fleet.settle(range(2))
             assert exchange.failure in ENDS
             assert kept
+            if exchange.failure is not None:
+                raise ProtocolError("the link to member 1 was ended")
         finally:
             exchange.leave()
             fleet.close()
@@ -258,7 +263,7 @@ class ExchangeFrames(Frames):
                 gc.collect()  # actions that did not end are in cycles with their window
         assert (own == 1).all(), "frames of another member changed the user's array"
 
-    def _begin(self, exchange: Any, window: Window, own: np.ndarray) -> Any:
+    def _begin(self, exchange: Exchange, window: Window, which: int) -> Any:
         """Start what frames may be for, and return what has to live as long."""
         outs = [np.zeros(nbytes, np.uint8) for nbytes in self.nbytes]
         large = np.zeros(50_000, np.uint8)
@@ -280,7 +285,7 @@ def _program(kind: Kind, nbytes: int) -> Program:
 
 
 class WindowFrames(ExchangeFrames):
-    """The same with frames of windows, while a put, a get and a lock are under way."""
+    """The same with frames of windows, while a put, a get or a lock is under way."""
 
     name = "windows"
     per_round = 150
@@ -293,11 +298,17 @@ class WindowFrames(ExchangeFrames):
 
         put, add, get, got, ack, lock, grant, unlock = range(1, 9)
         halves = [of(put, bytes(128), number=3), of(put, bytes(128), number=3, offset=128)]
-        claims = [of(lock, number=6), of(unlock, number=6), of(grant, number=3)]
-        return [[of(put, bytes(256)), of(add, bytes(256), number=2)], halves, claims,
-                [of(get, number=4, status=0, subject=0x3FF00000), of(ack), of(ack, number=2)],
-                [of(got, bytes(256), number=2)]]  # fmt: skip
+        of_one = of(get, number=4, status=0, subject=0x3FF00000)  # times 1.0
+        return [[of(ack), of(put, bytes(256)), of(add, bytes(256), number=2)],
+                [of(got, bytes(128)), of(got, bytes(128), offset=128), *halves],
+                [of(grant), of_one, of(lock, number=6), of(unlock, number=6)]]  # fmt: skip
 
-    def _begin(self, exchange: Any, window: Window, own: np.ndarray) -> Any:
-        given = own.copy()
-        return given, [window.put(given, {1: 0.5}), window.get({1: 2.0}), window.lock([1])]
+    def seeds(self) -> Sequence[bytes]:
+        return [self.join([bytes([2 * which]), *some]) for which, some in enumerate(self.frames())]
+
+    def _begin(self, exchange: Exchange, window: Window, which: int) -> Any:
+        given = np.ones(64, np.float32)
+        begin = (lambda: window.put(given, {1: 0.5}, is_inline=True),
+                 lambda: window.get({1: 2.0}, is_inline=True),
+                 lambda: window.lock([1]))[which % 3]  # fmt: skip
+        return given, begin()

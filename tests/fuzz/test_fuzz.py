@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from . import driver
+from .target import Target
 
 ROOT = Path(__file__).parents[2]
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
@@ -26,3 +31,37 @@ def test_no_input_is_taken_wrongly():
     )  # fmt: skip
     sys.stdout.write(done.stdout)
     assert done.returncode == 0, done.stdout
+
+
+class Broken(Target):
+    """It takes its seeds in all wrong ways there are."""
+
+    name = "broken"
+    per_round = 1
+
+    def seeds(self) -> list[bytes]:
+        return [b"fine", b"crash", b"raise", b"memory", b"hang", b"fine"]
+
+    def run(self, data: bytes) -> None:
+        if data == b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if data == b"raise":
+            raise KeyError(data)
+        if data == b"memory":
+            bytes(2 * driver.MOST_MEMORY)
+        if data == b"hang":
+            threading.Event().wait(60)
+
+
+def test_what_is_taken_wrongly_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(driver, "HANG_S", 1.0)
+    target = Broken()
+    outcome = driver.fuzz(target, seed=1, inputs=6)
+    assert outcome.inputs == 6
+    found = {one.number: where for where, one in outcome.findings.items()}
+    assert "exit code -11" in found[1]
+    assert found[2].startswith("KeyError at test_fuzz.py")
+    assert driver.is_sanitized() or found[3].startswith("MemoryError at test_fuzz.py")
+    assert "did not end" in found[4]
+    paths = outcome.save(tmp_path, target.seeds())
+    assert {path.read_bytes() for path in paths} <= set(target.seeds()[1:5])
