@@ -20,7 +20,7 @@ from the one that may be cut off itself, so silence alone counts.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastps.config import Config
 from fastps.control.protocol import (
@@ -84,10 +84,11 @@ def join_names(names: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A member that another one cannot reach."""
+    """A member that another one cannot reach, or contradicts."""
 
     suspect: int
     reporter: int
+    since: float
     until: float
     text: str
     text_of_reporter: str  # in case the reporter turns out to be to blame
@@ -113,8 +114,25 @@ class Suspicions:
             suspect, reporter = reporter, suspect
         (peer, name), (other, name_of_other) = suspect, reporter
         text = f"{name_of_other} lost its data connection to it: {report}"
-        own = f"it lost its data connection to {name}: {report}"
-        self._all.append(Suspicion(peer, other, now + self._wait_s, text, own))
+        self.accuse(peer, other, text, f"it lost its data connection to {name}: {report}", now)
+
+    def accuse(self, suspect: int, reporter: int, text: str, own: str, now: float) -> None:
+        """Suspect one member on the word of another, once; text, own: as of a Suspicion."""
+        if not any(one.suspect == suspect and one.reporter == reporter for one in self._all):
+            until = now + self._wait_s
+            self._all.append(Suspicion(suspect, reporter, now, until, text, own))
+
+    def accusers(self, peer: int) -> set[int]:
+        """Return the members that suspect one."""
+        return {item.reporter for item in self._all if item.suspect == peer}
+
+    def by(self, peer: int) -> Suspicion | None:
+        """Return the first report of a member."""
+        return next((item for item in self._all if item.reporter == peer), None)
+
+    def postpone(self, item: Suspicion, until: float) -> None:
+        """Wait longer for evidence."""
+        self._all[self._all.index(item)] = replace(item, until=until)
 
     def of(self, peer: int) -> str | None:
         """Return the first report against a member."""
@@ -139,8 +157,8 @@ class Suspicions:
         return "; ".join([cause, *related, *([NEEDED[role]] if role in NEEDED else [])])
 
     def drop(self, peer: int) -> None:
-        """Drop the suspicions against a member that is gone."""
-        self._all = [item for item in self._all if item.suspect != peer]
+        """Drop the suspicions against a member that is gone, and its own."""
+        self._all = [item for item in self._all if peer not in (item.suspect, item.reporter)]
 
     def clear(self) -> None:
         """Drop all suspicions."""

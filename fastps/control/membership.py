@@ -86,6 +86,7 @@ from fastps.control.protocol import (
 )
 from fastps.control.silence import SilenceMixin
 from fastps.control.start_watch import MissingMembers, Place, StartWatch
+from fastps.control.testimony import TestimonyMixin
 from fastps.control.view_log import Replay, ViewRecord
 from fastps.errors import ConfigError
 
@@ -102,7 +103,7 @@ REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
-class Membership(SilenceMixin):
+class Membership(SilenceMixin, TestimonyMixin):
     """The members of one job, their collectives and declarations."""
 
     def __init__(
@@ -622,7 +623,7 @@ class Membership(SilenceMixin):
             self._lose(member, cause, now)
 
     def _drop_suspects(self, now: float) -> None:
-        """Drop members that are suspected for too long, one at a time.
+        """Judge the reports that no better evidence has come before, one at a time.
 
         In an elastic job the first loss clears the others: it may be why their links broke.
         """
@@ -630,8 +631,7 @@ class Membership(SilenceMixin):
             if ended := self._ended():
                 self._lose(ended[0], ended[0].ended, now)
                 continue
-            text = f"{due[0].text}; {self._life_text(due[0].suspect, now)}"
-            self._drop(due[0].suspect, text, now)
+            self._judge_report(due[0], now)
 
     def _lose(self, member: Peer, cause: str, now: float) -> None:
         """Remove a member that did not leave in order."""
@@ -813,9 +813,7 @@ class Membership(SilenceMixin):
         for item in self._peers.values():
             is_meant = item.is_owner if report.is_owner else item.is_working
             if item.number == report.member and is_meant:
-                self._suspicions.add(
-                    (item.peer, item.name), (member.peer, member.name), report.cause, now
-                )
+                self._suspect(item, member, report, now)
 
     def _give_up(self, member: Peer, message: Unheard, now: float) -> None:
         """Lose a member that has given up the scheduler, or the scheduler if that was stopped."""

@@ -83,11 +83,12 @@ class SilenceMixin:
         waits = member.seen in ("R", "D") or (member.seen == "S" and before != "S")
         return waits and now < member.starved_until
 
-    def _begin_inquest(self, member: Peer, now: float) -> Inquest:
-        """Ask others whether they reach a silent member, if there are any to ask."""
+    def _begin_inquest(self, member: Peer, now: float, *, apart_from: int = 0) -> Inquest:
+        """Ask others, apart from one, whether they reach a member, if there are any to ask."""
         heard = [
             item for item in self._peers.values()
-            if item is not member and self._silent_s(item, now) < self._config.lease_s / 2
+            if item is not member and item.peer != apart_from
+            and self._silent_s(item, now) < self._config.lease_s / 2
         ]  # fmt: skip
         if (
             self.phase is not Phase.RUNNING
@@ -105,8 +106,12 @@ class SilenceMixin:
 
     def _take_answer(self, member: Peer, message: Confirmed, now: float) -> None:
         suspect = self._peers.get(message.suspect)
-        if suspect is not None and suspect.inquest is not None:
-            suspect.inquest.add(member.peer, is_reached=message.reached_ms is not None)
+        if suspect is None:
+            return
+        for inquest in (suspect.inquest, suspect.hearing):
+            if inquest is not None:
+                inquest.add(member.peer, is_reached=message.reached_ms is not None)
+        if suspect.inquest is not None:
             self._judge_silence(suspect, now)
 
     def _silence_text(self, member: Peer, now: float) -> str:

@@ -261,6 +261,7 @@ class ElasticSession(Session):
         self._generation = 0  # of the job, in this view
         self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them
         self.told_view = 1  # the last one that the program knows of
+        self._told_ended = 0  # and the scheduler, of links that ended
         self._counts: dict[str, int] = {}  # of commits, by name
         self._news: ViewLost | None = None  # what the view is about to end for
         self._losses: list[ViewLost] = []  # that no view was told of
@@ -610,7 +611,20 @@ class ElasticSession(Session):
             self._report_landed()
             if isinstance(groups := self._groups, ElasticGroups):
                 groups.report_landings()
+            self._report_ended_links()
             self._ending.wait(_LOOK_S)
+
+    def _report_ended_links(self) -> None:
+        """Report at once, once in a view, which link ended first: it explains those that follow.
+
+        A thread of the program that waits would report it too, but perhaps late.
+        """
+        connections, view = self.connections, self.view
+        broken = connections.engine.failure or connections.exchange.failure
+        if broken is None or self._told_ended == view or self._has_news(view):
+            return
+        self._told_ended = view
+        self._report(connections.failure("", Status.PEER_LOST), view)
 
     @property
     def _is_tracking(self) -> bool:

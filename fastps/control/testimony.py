@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of two members is lost when one reports the other, in a job that goes on after a loss.
+
+A part of the Membership. One member's word is no verdict: two that say the same are, and so is the
+silence of the one that they name. Others are asked whether they reach it. If it lives and nobody
+else misses it, one of the two is at fault, and nothing shows which. Then the one whose word stood
+against others' more often is lost, else the reporter. So a liar that reports others loses itself,
+and one that cuts its links in silence has one honest member lost before it is lost.
+
+In an elastic job a member ends all its links when one has ended, so others miss it too. What it
+reports itself comes first: that explains what others say of it. A member that the job needs stays.
+Where a loss ends the job, the report stands as the cause. Pure.
+"""
+
+from __future__ import annotations
+
+from fastps.config import Config
+from fastps.control.admission import Peer
+from fastps.control.blame import MISSED_BEATS, VOTES, Inquest, Suspicion, Suspicions, pulse_s
+from fastps.control.protocol import ReportLost
+
+
+class TestimonyMixin:
+    """The reports of members about others, for the Membership."""
+
+    _config: Config
+    _goes_on: bool
+    _peers: dict[int, Peer]
+    _suspicions: Suspicions
+
+    def _drop(self, peer: int, cause: str, now: float) -> None:
+        raise NotImplementedError
+
+    def _life_text(self, peer: int, now: float) -> str:
+        raise NotImplementedError
+
+    def _silent_s(self, member: Peer, now: float) -> float:
+        raise NotImplementedError
+
+    def _begin_inquest(self, member: Peer, now: float, *, apart_from: int = 0) -> Inquest:
+        raise NotImplementedError
+
+    def _suspect(self, suspect: Peer, reporter: Peer, report: ReportLost, now: float) -> None:
+        """Note a report, and ask others whether they reach the suspect."""
+        if self._outlives_losses and not self._suspicions.accusers(suspect.peer):
+            suspect.hearing = self._begin_inquest(suspect, now, apart_from=reporter.peer)
+        self._suspicions.add(
+            (suspect.peer, suspect.name), (reporter.peer, reporter.name), report.cause, now
+        )
+
+    @property
+    def _outlives_losses(self) -> bool:
+        """Whether the job goes on when a worker is lost."""
+        return self._goes_on or self._config.is_elastic
+
+    def _judge_report(self, item: Suspicion, now: float) -> None:
+        """Lose the suspect of a report, or its reporter; or wait for a sign of life."""
+        suspect = self._peers.get(item.suspect)
+        can_judge = suspect is not None and suspect.is_staying and item.reporter in self._peers
+        if suspect is None or not (can_judge and self._outlives_losses):
+            self._lose_suspect(item, now)
+            return
+        silent_s, beat_s = self._silent_s(suspect, now), pulse_s(self._config)
+        first = self._origin(item)
+        if silent_s >= MISSED_BEATS * beat_s or self._is_denied(suspect):
+            self._lose_suspect(item, now)
+        elif silent_s >= now - item.since:  # no heartbeat since then: its lease may end soon
+            self._suspicions.postpone(item, now + beat_s)
+        elif first.until > now:
+            self._suspicions.postpone(item, first.until)
+        elif self._is_missed(first.suspect) or self._is_denied(self._peers[first.suspect]):
+            self._lose_suspect(first, now)
+        else:
+            self._judge_words(first, now)
+
+    def _lose_suspect(self, item: Suspicion, now: float) -> None:
+        self._drop(item.suspect, f"{item.text}; {self._life_text(item.suspect, now)}", now)
+
+    def _origin(self, item: Suspicion) -> Suspicion:
+        """Return the report that explains another: what its suspect reported, and so on."""
+        seen = {item.suspect}
+        while True:
+            own = self._suspicions.by(item.suspect)
+            if own is None or own.suspect in seen or own.suspect not in self._peers:
+                return item
+            seen.add(own.suspect)
+            item = own
+
+    def _is_denied(self, member: Peer) -> bool:
+        """Return whether others that were asked do not reach a member."""
+        return member.hearing is not None and len(member.hearing.denied_by()) >= VOTES
+
+    def _is_missed(self, peer: int) -> bool:
+        """Return whether several miss a member, and it misses nobody."""
+        is_accused = len(self._suspicions.accusers(peer)) >= VOTES
+        return is_accused and self._suspicions.by(peer) is None
+
+    def _judge_words(self, item: Suspicion, now: float) -> None:
+        """Lose one of two members of which only one misses the other, or each the other."""
+        counter = self._suspicions.by(item.suspect)
+        is_mutual = counter is not None and counter.suspect == item.reporter
+        if counter is not None and is_mutual and counter.since < item.since:
+            item = counter
+        suspect, reporter = self._peers[item.suspect], self._peers[item.reporter]
+        is_worse = suspect.n_disputes > reporter.n_disputes
+        suspect.n_disputes += 1
+        reporter.n_disputes += 1
+        is_needed = [one.join.role != "worker" and self._goes_on for one in (suspect, reporter)]
+        if is_needed[0] != is_needed[1]:
+            is_worse = is_needed[1]
+        if is_worse:
+            self._lose_suspect(item, now)
+            return
+        life = self._life_text(suspect.peer, now).removeprefix("it ")
+        others = "" if is_mutual else "nobody else says so, and "
+        self._drop(reporter.peer, f"{item.text_of_reporter}; {others}{suspect.name} {life}", now)

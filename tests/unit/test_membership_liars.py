@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One member that lies has no honest one lost, in jobs that go on after a loss."""
+
+from __future__ import annotations
+
+import pytest
+from control_driver import Driver
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fastps.control.actions import Phase
+from fastps.control.protocol import (
+    Confirm,
+    Confirmed,
+    PeerLost,
+    ReportLost,
+    ViewLost,
+)
+
+SIZE = 5
+LIAR = 2  # its rank
+KINDS = {"elastic": {"elastic_min": 1}, "reweight": {}}
+OTHERS = [rank for rank in range(SIZE) if rank != LIAR]
+
+
+class Job:
+    """A job of workers that answer as they should; those of a view await the next one."""
+
+    def __init__(self, kind: str, *, servers: int = 0) -> None:
+        self.kind = kind
+        self.driver = Driver(size=SIZE, num_servers=servers, lease_s=5, **KINDS[kind])
+        for _ in range(servers):
+            self.driver.enter("server")
+        goes_on = kind == "reweight"
+        self.peers = [self.driver.enter(goes_on=goes_on, cookie=b"c" * 32) for _ in range(SIZE)]
+        self.answered: dict[int, int] = {}
+        self.driver.keep_alive()
+
+    def lives(self, rank: int) -> bool:
+        return any(peer == self.peers[rank] for peer, _, _ in self.driver.machine.members())
+
+    @property
+    def lost(self) -> list[int]:
+        return [rank for rank in range(SIZE) if not self.lives(rank)]
+
+    def number(self, rank: int) -> int | None:
+        """Return the number of a worker in the view that runs."""
+        return self.driver.machine._peers[self.peers[rank]].number
+
+    def report(self, reporter: int, suspect: int, cause: str = "reset") -> None:
+        if self.lives(reporter) and self.lives(suspect) and self.number(suspect) is not None:
+            message = ReportLost(self.number(suspect) or 0, cause)
+            self.driver.say(self.peers[reporter], message)
+            self.answer()
+
+    def answer(self, *, apart_from: int | None = None) -> None:
+        """Let workers answer questions about others, which all live, and come to the next view."""
+        for rank in range(SIZE):
+            peer = self.peers[rank]
+            for message in self.driver.sent[peer][self.answered.get(peer, 0) :]:
+                if isinstance(message, Confirm) and rank != LIAR:
+                    self.driver.say(peer, Confirmed(message.suspect, 1))
+                elif isinstance(message, ViewLost) and message.survives and rank != apart_from:
+                    self.driver.wait(peer)
+            self.answered[peer] = len(self.driver.sent[peer])
+
+    def live(self, seconds: float = 2.0) -> None:
+        """Let time pass in which all send heartbeats."""
+        for _ in range(round(seconds / 0.25)):
+            self.driver.keep_alive()
+            self.driver.advance(0.25)
+            self.answer()
+
+
+@pytest.fixture(params=KINDS)
+def job(request: pytest.FixtureRequest) -> Job:
+    return Job(request.param)
+
+
+class TestReports:
+    def test_a_member_that_reports_all_others_is_lost_alone(self, job):
+        for rank in OTHERS:
+            job.report(LIAR, rank)
+        job.live()
+        assert job.lost == [LIAR]
+        assert job.driver.machine.phase is Phase.RUNNING
+
+    def test_the_reporter_hears_why(self, job):
+        job.report(LIAR, 0, "so it says")
+        job.live()
+        (told,) = [one for one in job.driver.sent[job.peers[LIAR]]
+                   if isinstance(one, PeerLost | ViewLost)]  # fmt: skip
+        text = str(told.lost if isinstance(told, ViewLost) else told)
+        assert "it lost its data connection to worker 0: so it says" in text
+        assert "nobody else says so, and worker 0 still sends heartbeats" in text
+
+    def test_two_that_say_the_same_are_believed(self, job):
+        job.report(0, LIAR)
+        job.report(3, LIAR)
+        job.live()
+        assert job.lost == [LIAR]
+
+    def test_a_member_that_others_cannot_reach_is_lost_on_one_report(self, job):
+        driver, suspect = job.driver, job.peers[LIAR]
+        driver.say(job.peers[0], ReportLost(job.number(LIAR), "reset"))
+        asked = [rank for rank in OTHERS if driver.events(job.peers[rank], Confirm)]
+        assert asked == [1, 3, 4]
+        for rank in asked[:2]:
+            driver.say(job.peers[rank], Confirmed(suspect, None))
+        for _ in range(8):
+            driver.keep_alive()
+            driver.advance(0.25)
+        assert job.lost == [LIAR]
+
+    def test_a_silent_member_is_lost_on_one_report(self, job):
+        driver = job.driver
+        driver.say(job.peers[0], ReportLost(job.number(LIAR), "retries exceeded"))
+        for _ in range(8):
+            for rank in OTHERS:
+                driver.machine.pulse(job.peers[rank], driver.now)
+            driver.advance(0.25)
+        assert job.lost == [LIAR]
+
+    def test_a_silent_cut_of_links_costs_one_honest_member_at_most(self, job):
+        for rank in OTHERS:
+            job.report(rank, LIAR)  # which has closed its link to it, and says nothing
+            job.live()
+        assert len(job.lost) == 2
+        assert LIAR in job.lost
+
+    def test_what_a_member_reports_explains_what_others_say_of_it(self):
+        """Where there are views, who loses one link ends all, so that others miss it."""
+        job = Job("elastic")
+        for victim in OTHERS[:2]:
+            for rank in OTHERS:
+                if rank != victim:
+                    job.report(rank, victim)
+            job.report(victim, LIAR)
+            job.live()
+        assert len(job.lost) == 2
+        assert LIAR in job.lost
+
+    def test_reports_of_one_that_died_meanwhile_count_no_more(self, job):
+        job.report(LIAR, 0)
+        job.driver.die(job.peers[LIAR])
+        job.answer()
+        job.live()
+        assert job.lost == [LIAR]
+
+    def test_a_flood_of_reports_is_kept_once(self, job):
+        for number in range(100):
+            job.report(LIAR, number % 2, f"reset {number}")
+        assert len(job.driver.machine._suspicions._all) == 2
+
+
+def test_a_server_that_the_job_needs_stays():
+    job = Job("reweight", servers=1)
+    server = len(job.peers)  # the number after those of the workers
+    job.driver.say(job.peers[LIAR], ReportLost(server, "reset"))
+    job.live()
+    assert job.lost == [LIAR]
+    assert job.driver.machine.first_cause is None
+
+
+class LiarMachine(RuleBasedStateMachine):
+    """One worker says anything; links that it cuts make honest ones report it."""
+
+    kind = "elastic"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.job = Job(self.kind)
+        self.cut: set[int] = set()  # ranks whose links the liar has cut
+        self.comes = True
+
+    def is_liar_there(self) -> bool:
+        return self.job.lives(LIAR)
+
+    def say(self, message: object) -> None:
+        self.job.driver.say(self.job.peers[LIAR], message)
+        self.job.answer(apart_from=None if self.comes else LIAR)
+
+    @precondition(is_liar_there)
+    @rule(number=st.integers(0, SIZE), is_owner=st.booleans())
+    def report(self, number: int, is_owner: bool) -> None:
+        self.say(ReportLost(number, "reset", is_owner))
+
+    @precondition(is_liar_there)
+    @rule(rank=st.sampled_from(OTHERS), reached_ms=st.sampled_from([None, 1]))
+    def confirm(self, rank: int, reached_ms: int | None) -> None:
+        self.say(Confirmed(self.job.peers[rank], reached_ms))
+
+    @precondition(is_liar_there)
+    @rule(
+        rank=st.sampled_from(OTHERS),
+        others=st.lists(st.sampled_from(OTHERS), unique=True),
+        is_first=st.booleans(),
+    )
+    def cut_a_link(self, rank: int, others: list[int], is_first: bool) -> None:
+        """Where there are views, who loses a link ends all, and others report it too."""
+        if not self.job.lives(rank) or self.job.driver.machine.phase is not Phase.RUNNING:
+            return
+        self.cut.add(rank)
+        reports = [(rank, LIAR)]
+        if self.kind == "elastic":
+            reports += [(other, rank) for other in others if other != rank]
+        for reporter, suspect in reports if is_first else reversed(reports):
+            self.job.report(reporter, suspect)
+
+    @rule(comes=st.booleans())
+    def come_or_not(self, comes: bool) -> None:
+        self.comes = comes
+
+    @rule(seconds=st.sampled_from([0.25, 0.5, 1.0, 2.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.job.live(seconds)
+
+    @invariant()
+    def honest_members_live(self) -> None:
+        lost = set(self.job.lost) - {LIAR}
+        assert lost <= self.cut
+        assert len(lost) <= 1
+
+
+class ReweightLiarMachine(LiarMachine):
+    """The same with FASTPS_ON_LOSS=reweight, where ranks stay."""
+
+    kind = "reweight"
+
+
+TestElasticLiar = LiarMachine.TestCase
+TestElasticLiar.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestReweightLiar = ReweightLiarMachine.TestCase
+TestReweightLiar.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
