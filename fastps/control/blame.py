@@ -19,7 +19,7 @@ from the one that may be cut off itself, so silence alone counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from fastps.config import Config
@@ -116,10 +116,13 @@ class Suspicions:
         text = f"{name_of_other} lost its data connection to it: {report}"
         self.accuse(peer, other, text, f"it lost its data connection to {name}: {report}", now)
 
-    def accuse(self, suspect: int, reporter: int, text: str, own: str, now: float) -> None:
+    def accuse(
+        self, suspect: int, reporter: int, text: str, own: str, now: float, *,
+        wait_s: float | None = None,
+    ) -> None:  # fmt: skip
         """Suspect one member on the word of another, once; text, own: as of a Suspicion."""
         if not any(one.suspect == suspect and one.reporter == reporter for one in self._all):
-            until = now + self._wait_s
+            until = now + (self._wait_s if wait_s is None else wait_s)
             self._all.append(Suspicion(suspect, reporter, now, until, text, own))
 
     def accusers(self, peer: int) -> set[int]:
@@ -256,6 +259,19 @@ def deaf_text(seconds: float) -> str:
     return (
         f"it has not heard the scheduler for {seconds:.1f} s, which runs: it was stopped, or the "
         "path to it is cut"
+    )
+
+
+def broke_text(why: str) -> str:
+    """Return why a member is lost that sent what it may not."""
+    return f"it broke the control protocol: {why}"
+
+
+def difference_text(entry: str, said: Collection[int], other: str, theirs: Collection[int]) -> str:
+    """Return what a worker says of the members of an operation, against another one's word."""
+    return (
+        f"it says that operation {entry[:80]!r} is of workers {sorted(said)[:16]}, and {other} "
+        f"that it is of workers {sorted(theirs)[:16]}"
     )
 
 

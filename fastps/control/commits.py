@@ -8,14 +8,21 @@ is made again, from arrays that nobody has changed. A worker that is cut off is 
 and hands nothing out.
 
 An entry is "NAME#N": the N-th result of the name that was committed. Operations among members have
-others: see session/elastic_groups.py. Pure: no thread, no I/O.
+others: see session/elastic_groups.py. Each worker says on which workers such a result has to land.
+It is committed, on these alone, when all of them have said the same. So no worker can have
+a result committed that another one, which takes part, does not have. Pure: no thread, no I/O.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fastps.control.view_log import Replay
+
+MAX_HELD_BYTES = 64 << 20  # of entries of one worker that wait for others: of 300 000 names
+ENTRY_BYTES = 160  # that an entry takes beside its text
 
 
 def entry_of(name: str, number: int) -> str:
@@ -23,37 +30,95 @@ def entry_of(name: str, number: int) -> str:
     return f"{name}#{number}"
 
 
+def is_operation(entry: str) -> bool:
+    """Return whether an entry is of an operation among members, not of a name."""
+    return entry.endswith("#")
+
+
 def parts_of(entry: str) -> tuple[str, int]:
     """Return the name and the number in an entry; an operation's name ends with #."""
-    is_operation = entry.endswith("#")
     name, _, number = entry.removesuffix("#").rpartition("#")
-    return name + "#" * is_operation, int(number)
+    return name + "#" * is_operation(entry), int(number)
+
+
+def _charge(entry: str) -> int:
+    return len(entry) + ENTRY_BYTES
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A worker that says of an entry that other workers have to get it than some have said."""
+
+    entry: str
+    members: frozenset[int]  # as it says
+    others: dict[int, frozenset[int]]  # that have said otherwise, and what
 
 
 class Commits:
-    """What has landed in the present view, on some of its workers."""
+    """What has landed in the present view, on some of its workers, each known by its number."""
 
-    def __init__(self, replay: Replay) -> None:
+    def __init__(self, replay: Replay, *, limit: int = MAX_HELD_BYTES) -> None:
         """replay: says which results may be committed in this view; others wait."""
         self._replay = replay
-        self._landed: dict[str, set[int]] = {}  # on which peers, by entry
+        self._limit = limit
+        # on which workers, by entry and by the workers that it has to land on as they say
+        self._landed: dict[str, dict[frozenset[int], set[int]]] = {}
+        self._held: Counter[int] = Counter()  # bytes of entries that wait, by worker
         self.last: dict[str, int] = {}  # that was committed in this view, by name
 
-    def land(self, peer: int, entries: Iterable[str], n_members: int) -> Sequence[str]:
-        """Take what has landed on a peer; return what now has on all members."""
-        done = []
+    def refusal(self, entries: Sequence[str], members: frozenset[int], *, me: int, n: int) -> str:
+        """Return why a worker may not say this in a view of n workers; empty if it may."""
+        everybody = frozenset(range(n))
+        if members != everybody and not (me in members and members < everybody):
+            return (
+                f"it reports results of workers {sorted(members)[:16]}, but it is worker {me} of "
+                f"{n}"
+            )
+        if members != everybody and not all(map(is_operation, entries)):
+            return "it reports that a result of push_pull() is for some workers alone"
+        if self._held[me] + sum(map(_charge, entries)) > self._limit:
+            return (
+                f"it reports results of more than {self._limit >> 20} MiB of names that other "
+                "workers do not have"
+            )
+        return ""
+
+    def land(
+        self, number: int, entries: Iterable[str], members: frozenset[int]
+    ) -> tuple[Sequence[str], list[Difference]]:
+        """Take what has landed on a worker.
+
+        Return what now has on all of these members, and where others have said that it has to
+        land on other members: one of the two is wrong.
+        """
+        done, differences = [], []
         for entry in entries:
-            peers = self._landed.setdefault(entry, set())
-            peers.add(peer)
-            name, number = parts_of(entry)
-            if len(peers) == n_members and self._replay.allows(name, number):
-                del self._landed[entry]
-                self.last[name] = number
-                self._replay.commit(name, number)
+            claims = self._landed.setdefault(entry, {})
+            landed = claims.setdefault(members, set())
+            if number not in landed:
+                landed.add(number)
+                self._held[number] += _charge(entry)
+            if len(claims) > 1:
+                others = {one: said for said, some in claims.items() if said != members
+                          for one in some if one != number}  # fmt: skip
+                differences.append(Difference(entry, members, others))
+            name, place = parts_of(entry)
+            if landed == members and self._replay.allows(name, place):
+                self._forget(entry, members)
+                self.last[name] = place
+                self._replay.commit(name, place)
                 done.append(entry)
-        return done
+        return done, differences
+
+    def _forget(self, entry: str, members: frozenset[int]) -> None:
+        claims = self._landed[entry]
+        for number in claims.pop(members):
+            self._held[number] -= _charge(entry)
+        if not claims:
+            del self._landed[entry]
 
     def end_view(self) -> None:
         """Forget what has landed in a view that has ended."""
         self._landed.clear()
+        self._held.clear()
         self.last = {}

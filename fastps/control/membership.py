@@ -36,14 +36,16 @@ from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
 from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
 from fastps.control.blame import (
     Suspicions,
+    broke_text,
     deaf_text,
+    difference_text,
     join_names,
     patience_s,
     start_text,
     stopped_text,
 )
 from fastps.control.collectives import Answers, Collectives
-from fastps.control.commits import Commits
+from fastps.control.commits import Commits, Difference
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
     Absent,
@@ -100,6 +102,7 @@ NO_NEWCOMERS = (
 )
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
+DIFFER_S = 10.0  # for other members of an operation to say of whom it is, where two differ
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
@@ -837,17 +840,41 @@ class Membership(SilenceMixin, TestimonyMixin):
                 self._send(item.peer, told)
 
     def _land(self, member: Peer, message: ResultsLanded, now: float) -> None:
-        """Commit what has now landed on all workers of the view."""
+        """Commit what has now landed on all workers that need it."""
+        number, n_workers = member.number, self._view.n_programs
         if self.phase is not Phase.RUNNING or message.generation != self.generation:
             return  # of a view that has ended: it is made again
-        if not (member.is_worker and member.is_working):
+        if number is None or not (member.is_worker and member.is_working):
             return
-        n_members = message.n_members or self._view.n_programs
-        done = self._commits.land(member.peer, message.entries, n_members)
+        if not self._config.is_elastic:
+            return  # nothing is committed
+        members = frozenset(message.members or range(n_workers))
+        why = self._commits.refusal(message.entries, members, me=number, n=n_workers)
+        if why:
+            self._drop(member.peer, broke_text(why), now)
+            return
+        done, differences = self._commits.land(number, message.entries, members)
+        for one in differences:
+            self._note_difference(member, one, now)
         if done:
             committed = ResultsCommitted(tuple(done))
-            self._out += [Send(item.peer, committed) for item in self._programs()]
+            self._out += [
+                Send(item.peer, committed) for item in self._programs() if item.number in members
+            ]
             self._replay_loss(now)
+
+    def _note_difference(self, member: Peer, found: Difference, now: float) -> None:
+        """Suspect those that contradict a worker; see testimony.py."""
+        for other in self._programs():
+            if other.number in found.others:
+                theirs = found.others[other.number]
+                is_accused = self._suspicions.accusers(other.peer) - {member.peer}
+                self._suspicions.accuse(
+                    other.peer, member.peer,
+                    difference_text(found.entry, theirs, member.name, found.members),
+                    difference_text(found.entry, found.members, other.name, theirs), now,
+                    wait_s=0.0 if is_accused else DIFFER_S,
+                )  # fmt: skip
 
     def _replay_loss(self, now: float) -> None:
         """Lose the worker that the job which is made again has lost here."""

@@ -452,12 +452,12 @@ class Tell(_Message, frozen=True):
 class ResultsLanded(_Message, frozen=True):
     """Report which results of a view have landed on this worker; see control/commits.py.
 
-    n_members: how many workers each has to land on; 0: on all.
+    members: numbers of the workers that each has to land on; empty: all.
     """
 
     generation: Id
     entries: tuple[Entry, ...]
-    n_members: Count = 0
+    members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)] = ()
 
 
 class Waiting(_Message, frozen=True):

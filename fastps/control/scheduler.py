@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from fastps._core import Beats
 from fastps.config import Config
 from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
-from fastps.control.blame import pulse_s
+from fastps.control.blame import broke_text, pulse_s
 from fastps.control.identity import host_id
 from fastps.control.local_thread import PULSE, state_of
 from fastps.control.membership import Membership
@@ -347,7 +347,7 @@ class Scheduler:
             async for message in _messages(reader):
                 self._do(self.membership.receive(peer, message, self._loop.time()))
         except ProtocolError as error:
-            cause = f"it broke the control protocol: {error}"
+            cause = broke_text(str(error))
         except OSError as error:
             cause = f"its control connection broke: {error.strerror or error}"
         finally:

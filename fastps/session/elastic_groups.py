@@ -63,8 +63,8 @@ COMMITTED = (*SUMS, "allgather", "gather", "scatter", "alltoall", "broadcast", "
 class Landing:
     """An operation until it is committed; the session's lock guards it."""
 
-    def __init__(self, operation: Operation, n_members: int) -> None:
-        self.operation, self.n_members = operation, n_members
+    def __init__(self, operation: Operation, members: tuple[int, ...]) -> None:
+        self.operation, self.members = operation, members
         self.is_taken = False  # something holds this that will wait for it
         self.is_reported = False
         self.is_committed: bool | None = None  # False: its view has ended
@@ -132,7 +132,7 @@ class ElasticGroup(Group):
     ) -> Operation:
         operation = super()._launch(kind, channel, label, array, out, **how)
         if KINDS[kind.code // 8] in COMMITTED:
-            self._host.track(operation, self.size)
+            self._host.track(operation, self.ranks)
         return operation
 
     def _start(
@@ -214,9 +214,9 @@ class ElasticGroups(Groups):
             "set_topology() and win_create() again on all workers"
         )
 
-    def track(self, operation: Operation, n_members: int) -> None:
-        """Take an operation that has begun, and is to be committed."""
-        landing = Landing(operation, n_members)
+    def track(self, operation: Operation, members: tuple[int, ...]) -> None:
+        """Take an operation of some members that has begun, and is to be committed."""
+        landing = Landing(operation, () if len(members) == self.world.size else members)
         with self._changed:
             if self._lost:
                 landing.is_committed = False
@@ -247,7 +247,7 @@ class ElasticGroups(Groups):
 
     def report_landings(self) -> None:
         """Report to the scheduler all that has landed, and was not reported yet."""
-        found: dict[int, list[str]] = {}  # by the number of members
+        found: dict[tuple[int, ...], list[str]] = {}  # by the members of their groups
         with self._changed:
             for entry, landing in self._landings.items():
                 status = landing.status
@@ -255,13 +255,13 @@ class ElasticGroups(Groups):
                     continue
                 if status == Status.OK:
                     landing.is_reported = True
-                    found.setdefault(landing.n_members, []).append(entry)
+                    found.setdefault(landing.members, []).append(entry)
                 else:
                     landing.decide(is_committed=False)
-        for n_members, entries in found.items():
+        for members, entries in found.items():
             with contextlib.suppress(FastPSError):  # the end of the connection has its own error
                 self._connections.client.send(
-                    ResultsLanded(self._generation, tuple(entries), n_members)
+                    ResultsLanded(self._generation, tuple(entries), members)
                 )
 
     def commit(self, entry: str) -> None:

@@ -3,22 +3,66 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastps.control.commits import Commits, entry_of, parts_of
+from fastps.control.commits import Commits, Difference, entry_of, parts_of
 from fastps.control.view_log import Replay
 
 NAMES, SIZE = "abc", 3
 
 
+ALL = frozenset(range(SIZE))
+
+
 def test_what_has_landed_on_all_is_committed():
-    commits = Commits(Replay(()))
-    assert commits.land(1, ["a#1", "b#1"], 2) == []
-    assert commits.land(1, ["a#1"], 2) == []  # again
-    assert commits.land(5, ["b#1", "c#1"], 2) == ["b#1"]
+    commits, both = Commits(Replay(())), frozenset({0, 1})
+    assert commits.land(0, ["a#1", "b#1"], both) == ([], [])
+    assert commits.land(0, ["a#1"], both) == ([], [])  # again
+    assert commits.land(1, ["b#1", "c#1"], both) == (["b#1"], [])
     commits.end_view()
-    assert commits.land(5, ["a#1"], 2) == []
+    assert commits.land(1, ["a#1"], both) == ([], [])
+
+
+def test_who_says_otherwise_is_found_and_commits_nothing():
+    commits = Commits(Replay(()))
+    lie = frozenset({0, 1})
+    assert commits.land(2, ["7#1#"], ALL) == ([], [])
+    assert commits.land(0, ["7#1#"], lie) == ([], [Difference("7#1#", lie, {2: ALL})])
+    assert commits.land(1, ["7#1#"], ALL) == ([], [Difference("7#1#", ALL, {0: lie})])
+    assert commits.land(0, ["7#1#"], ALL)[0] == ["7#1#"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "members", "words"),
+    [
+        (["7#1#"], {1, 2}, "it is worker 0 of 3"), (["7#1#"], {0, 3}, "it is worker 0 of 3"),
+        (["w#1"], {0, 1}, "for some workers alone"), (["x" * 90 + "#1"] * 2, ALL, "names that"),
+        (["7#1#"], {0, 1}, ""), (["w#1"], ALL, ""),
+    ],
+)  # fmt: skip
+def test_what_no_worker_may_say_is_refused(entries, members, words):
+    commits = Commits(Replay(()), limit=300)
+    refusal = commits.refusal(entries, frozenset(members), me=0, n=3)
+    assert words in refusal
+    assert bool(refusal) == bool(words)
+
+
+def test_a_worker_keeps_others_waiting_for_a_bounded_number_of_entries():
+    commits = Commits(Replay(()), limit=1000)
+    for number in range(100):
+        assert commits.refusal(["w#1"], ALL, me=0, n=SIZE) == "", number
+        for worker in range(SIZE):
+            commits.land(worker, ["w#1"], ALL)
+    said = 0
+    while not commits.refusal([f"w#{said}"], ALL, me=0, n=SIZE):
+        commits.land(0, [f"w#{said}"], ALL)
+        said += 1
+    assert 3 < said < 1000 // 100
+    assert not commits.refusal(["w#0"], ALL, me=1, n=SIZE)
+    commits.end_view()
+    assert not commits.refusal(["w#0"], ALL, me=0, n=SIZE)
 
 
 def test_names_may_contain_the_sign_before_the_number():
@@ -44,7 +88,7 @@ def test_survivors_agree_when_a_view_ends(history):
             continue
         if kind == "land":
             number = handed_out[worker].count(what) + 1
-            done = commits.land(worker, [entry_of(what, number)], len(living))
+            done, _ = commits.land(worker, [entry_of(what, number)], frozenset(living))
             for other in living:
                 unread[other] += [parts_of(entry)[0] for entry in done]
         elif kind == "hear":
@@ -59,3 +103,27 @@ def test_survivors_agree_when_a_view_ends(history):
             assert len({tuple(handed_out[other]) for other in living}) == 1
             # the lost one has handed out nothing that survivors make again
             assert handed_out[worker] == handed_out[living[0]][: len(handed_out[worker])]
+
+
+SETS = [frozenset({1, 2}), frozenset({1, 2, 3}), frozenset({0, 1, 2, 3}), frozenset({0, 3})]
+channels, numbers = st.integers(0, len(SETS) - 1), st.integers(1, 2)
+landings = st.one_of(
+    st.tuples(st.integers(1, 3), channels, numbers, st.none()),
+    st.tuples(st.just(0), channels, numbers, st.frozensets(st.integers(0, 4))),
+)
+
+
+@given(st.lists(landings, max_size=40))
+def test_no_word_of_a_liar_commits_what_has_not_landed(history):
+    """Worker 0 says anything; each channel is of one set of workers, which the others know."""
+    commits, said = Commits(Replay(())), set()
+    for worker, channel, number, lie in history:
+        members, entry = SETS[channel] if lie is None else lie, f"{channel}#{number}#"
+        is_silent = lie is None and (worker not in members or (worker, entry) in said)
+        if is_silent or commits.refusal([entry], members, me=worker, n=4):
+            continue
+        done, _ = commits.land(worker, [entry], members)
+        said.add((worker, entry))
+        told = members - {0} if done else frozenset()
+        assert all((one, entry) in said for one in told), (entry, told)
+        assert not told or members == SETS[channel] or told <= {worker}

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from control_driver import Driver
 from hypothesis import settings
@@ -15,6 +17,8 @@ from fastps.control.protocol import (
     Confirmed,
     PeerLost,
     ReportLost,
+    ResultsCommitted,
+    ResultsLanded,
     ViewLost,
 )
 
@@ -163,6 +167,45 @@ def test_a_server_that_the_job_needs_stays():
     assert job.driver.machine.first_cause is None
 
 
+class TestLandings:
+    def test_a_worker_commits_nothing_early(self):
+        job = Job("elastic")
+        generation = job.driver.machine.generation
+        for members in [(LIAR,), (0, LIAR), ()]:
+            job.driver.say(job.peers[LIAR], ResultsLanded(generation, ("7#1#",), members))
+        job.driver.say(job.peers[0], ResultsLanded(generation, ("7#1#",), (0, 1, LIAR)))
+        for rank in (0, 1):
+            assert not job.driver.events(job.peers[rank], ResultsCommitted)
+        job.driver.say(job.peers[1], ResultsLanded(generation, ("7#1#",), (0, 1, LIAR)))
+        assert not job.driver.events(job.peers[1], ResultsCommitted)
+
+    @pytest.mark.parametrize("order", list(itertools.permutations([0, 1, LIAR])))
+    def test_who_says_another_set_than_all_others_is_lost(self, order):
+        job = Job("elastic")
+        generation = job.driver.machine.generation
+        for rank in order:
+            members = (0, LIAR) if rank == LIAR else (0, 1, LIAR)
+            job.driver.say(job.peers[rank], ResultsLanded(generation, ("7#1#",), members))
+            job.live()
+        job.live(12.0)
+        assert job.lost == [LIAR]
+        (told,) = job.driver.events(job.peers[LIAR], ViewLost)
+        assert isinstance(told, ViewLost)
+        text = "that operation '7#1#' is of workers [0, 2], and worker"
+        assert text in told.lost.cause
+        assert "that it is of workers [0, 1, 2]" in told.lost.cause
+
+    @pytest.mark.parametrize("members", [(0, 1), (LIAR, 7)])
+    def test_who_speaks_of_others_operations_is_lost_at_once(self, members):
+        job = Job("elastic")
+        message = ResultsLanded(job.driver.machine.generation, ("7#1#",), members)
+        job.driver.say(job.peers[LIAR], message)
+        assert job.lost == [LIAR]
+        (told,) = job.driver.events(job.peers[LIAR], ViewLost)
+        assert isinstance(told, ViewLost)
+        assert "it broke the control protocol: it reports results of workers" in told.lost.cause
+
+
 class LiarMachine(RuleBasedStateMachine):
     """One worker says anything; links that it cuts make honest ones report it."""
 
@@ -190,6 +233,29 @@ class LiarMachine(RuleBasedStateMachine):
     @rule(rank=st.sampled_from(OTHERS), reached_ms=st.sampled_from([None, 1]))
     def confirm(self, rank: int, reached_ms: int | None) -> None:
         self.say(Confirmed(self.job.peers[rank], reached_ms))
+
+    @precondition(is_liar_there)
+    @rule(
+        entry=st.sampled_from(["1#1#", "2#1#", "w#1"]),
+        members=st.frozensets(st.integers(0, SIZE - 1)).map(sorted).map(tuple),
+    )
+    def land(self, entry: str, members: tuple[int, ...]) -> None:
+        self.say(ResultsLanded(self.job.driver.machine.generation, (entry,), members))
+
+    @rule(entry=st.sampled_from(["1#1#", "2#1#"]), rank=st.sampled_from(OTHERS))
+    def land_truly(self, entry: str, rank: int) -> None:
+        """Each channel is of all that are not its own rank."""
+        job, driver = self.job, self.job.driver
+        is_out = rank == int(entry[0]) or driver.machine.phase is Phase.LOBBY
+        if self.kind != "elastic" or is_out or not job.lives(rank):
+            return
+        members = tuple(sorted(job.number(one) or 0 for one in range(SIZE)
+                               if job.lives(one) and one != int(entry[0])))  # fmt: skip
+        if len(members) > 1:
+            self.cut.add(rank)  # where only one says what is true, its word stands against a lie
+            landed = ResultsLanded(driver.machine.generation, (entry,), members)
+            driver.say(job.peers[rank], landed)
+            job.answer()
 
     @precondition(is_liar_there)
     @rule(
