@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -32,8 +33,10 @@ from fastps.control.stall_inquiry import LEAST_S, Stalls
 Answers: TypeAlias = list[tuple[int, ToMember]]
 Key: TypeAlias = tuple[str, str, int]  # kind, name, and the number among barriers of a name
 
-MAX_BLOBS_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects of roots that wait for the others
-MAX_MEETINGS = 4096  # names in use at once; more is a runaway program
+# What one worker has in meetings at once; more is a runaway program, or a liar.
+MAX_HELD_BYTES = 4 * MAX_BLOB_BYTES  # objects that wait for the others, and names to forget
+MAX_MEETINGS = 4096
+NAME_BYTES = 64  # that a name to forget takes beside its text
 MAX_BARRIERS = 64  # of one name in which a worker waits at once
 
 
@@ -91,7 +94,8 @@ class Collectives:
         self._joined: set[int] = set()  # workers that have run out of data, until all have
         self._barriers: dict[str, list[Key]] = {}  # in progress, by name, the oldest first
         self._numbers = itertools.count(1)
-        self._held_bytes = 0
+        self._n_entered: Counter[int] = Counter()  # meetings in progress, by rank
+        self._held: Counter[int] = Counter()  # bytes in them, by rank
         # ended disputes: workers that have not taken part yet, and the text for them
         self._disputes: dict[Key, tuple[set[int], str]] = {}
 
@@ -113,8 +117,9 @@ class Collectives:
             self._barriers.setdefault(key[1], []).append(key)
         meeting = self._meetings.setdefault(key, _Meeting(now, self._watch_s))
         meeting.entries[rank] = Entry(peer, asked, now + asked.timeout_s)
+        self._n_entered[rank] += 1
+        self._held[rank] += _held_bytes(asked)
         if isinstance(asked, Blob):
-            self._held_bytes += len(asked.data or b"")
             roots = {rank: _root(entry) for rank, entry in meeting.entries.items()}
             if len(set(roots.values())) > 1:
                 return self._end(key, "mismatch", _roots_text(asked.name, roots))
@@ -150,7 +155,8 @@ class Collectives:
         self._gone.add(rank)
         self.stalls.remove(rank)
         for key, meeting in list(self._meetings.items()):
-            self._release(meeting.entries.pop(rank, None))
+            if rank in meeting.entries:
+                self._release(rank, meeting.entries.pop(rank))
             if not meeting.entries:
                 self._close(key)
         return [answer for key in list(self._meetings) for answer in self._decide(key)]
@@ -218,9 +224,9 @@ class Collectives:
         if meeting is None and len(barriers) >= MAX_BARRIERS:
             text = f"worker {rank} is already waiting {MAX_BARRIERS} times in {what}"
             return Failed(asked.request, "error", f"{text}; wait for some before starting more")
-        if meeting is None and len(self._meetings) >= MAX_MEETINGS:
-            text = f"{what} refused: {MAX_MEETINGS} barriers and blobs are already waiting"
-            return Failed(asked.request, "error", text)
+        if self._n_entered[rank] >= MAX_MEETINGS:
+            text = f"{what} refused: worker {rank} is already waiting in {MAX_MEETINGS} others"
+            return Failed(asked.request, "error", f"{text}; wait for some before starting more")
         if isinstance(asked, Blob) and (asked.data is not None) != (asked.root_rank == rank):
             verb = "must pass" if asked.data is None else "must not pass"
             text = f"{what}: worker {rank} {verb} data, since the root is {asked.root_rank}"
@@ -228,18 +234,20 @@ class Collectives:
         if isinstance(asked, Blob) and asked.root_rank >= self._size:
             text = f"{what}: root rank {asked.root_rank} does not exist, the size is {self._size}"
             return Failed(asked.request, "config", text)
-        nbytes = len(asked.data or b"") if isinstance(asked, Blob) else 0
-        if self._held_bytes + nbytes > MAX_BLOBS_HELD_BYTES:
-            text = f"{what} refused: the scheduler already holds {self._held_bytes} bytes"
-            return Failed(asked.request, "error", f"{text} that other workers have not fetched")
+        if self._held[rank] + _held_bytes(asked) > MAX_HELD_BYTES:
+            text = f"{what} refused: the scheduler already holds {self._held[rank]} bytes"
+            text = f"{text} of worker {rank} that other workers have not fetched"
+            return Failed(asked.request, "error", f"{text}; wait for some before sending more")
         return None
 
     def _end_dispute(self, key: Key, meeting: _Meeting) -> str:
         """Return which worker started what; late workers will get the same text."""
         silent = {rank for rank in range(self._size) if rank not in meeting.entries} - self._gone
         text = _dispute_text(meeting, sorted(silent))
-        if silent and len(self._disputes) < MAX_MEETINGS:
+        if silent:
             self._disputes[key] = silent, text
+            if len(self._disputes) > MAX_MEETINGS:
+                del self._disputes[next(iter(self._disputes))]
         return text
 
     def _complete(self, key: Key) -> Answers:
@@ -270,14 +278,14 @@ class Collectives:
             self._barriers[key[1]].remove(key)
             if not self._barriers[key[1]]:
                 del self._barriers[key[1]]
-        for entry in meeting.entries.values():
-            self._release(entry)
+        for rank, entry in meeting.entries.items():
+            self._release(rank, entry)
         return meeting
 
-    def _release(self, entry: Entry | None) -> None:
-        """Subtract a worker's data from the bytes that are held."""
-        if entry is not None and isinstance(entry.asked, Blob):
-            self._held_bytes -= len(entry.asked.data or b"")
+    def _release(self, rank: int, entry: Entry) -> None:
+        """Count a worker's entry no more."""
+        self._n_entered[rank] -= 1
+        self._held[rank] -= _held_bytes(entry.asked)
 
     def _late_text(self, key: Key) -> str:
         entries = self._meetings[key].entries
@@ -301,6 +309,15 @@ class Collectives:
                 if rank in meeting.entries
             ]
         )
+
+
+def _held_bytes(asked: Meeting) -> int:
+    """Return the bytes of a worker that are held until the others come."""
+    if isinstance(asked, Blob):
+        return len(asked.data or b"")
+    if isinstance(asked, Forget):
+        return sum(len(name) + NAME_BYTES for name, _ in asked.tensors)
+    return 0
 
 
 def _what(key: Key) -> str:

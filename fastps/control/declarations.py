@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -57,6 +58,13 @@ _UPDATES_CURE = (
 _EARLY = -1  # a batch that no server has: declarations that wait for the validators
 MAX_KEPT = 256  # layouts and cuts that are shared
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
+MAX_FULL_TEXTS = 64  # mismatches of one worker that are described in full
+MAX_WAITING = 64  # requests of one worker at once: threads that declare
+# Of names that one worker alone has declared: it may be ahead of others by all that a job has.
+MAX_ALONE = 1 << 18
+MAX_ALONE_BYTES = 256 << 20
+NAME_BYTES = 512  # that a name takes beside its text
+PART_BYTES = 256  # and a part of a layout
 MAX_VERSION = 1 << 31  # an id with more is not used again: versions have 32 bits
 _ITEMSIZES = {int(code): code.itemsize for code in DType}
 
@@ -134,13 +142,17 @@ class Declarations:
         self._batches = 0
         self._waiting: list[_Pending] = []
         self._n_workers = config.size
+        self._n_programs = config.n_programs
+        self._alone: Counter[int] = Counter()  # names that one worker alone has declared, by rank
+        self._alone_bytes: Counter[int] = Counter()
+        self._n_mismatches: Counter[int] = Counter()  # by rank
         self._validated: set[str] = set()  # names that validators have declared
         self._refused = {} if refused is None else refused
 
     def declare(self, rank: int, peer: int, asked: Declare, now: float) -> Answers:
         """Handle a batch of a worker; answer it now, or when the servers are ready."""
-        layouts = [_shared(layout) for layout in asked.layouts]
-        refusal = self._refuse(asked, layouts)
+        layouts = [layout if layout.parts else _shared(layout) for layout in asked.layouts]
+        refusal = self._refuse_waiting(rank) or self._refuse(rank, asked, layouts)
         if refusal is not None:
             return [(peer, Failed(asked.request, "config", refusal))]
         if rank < self._n_workers and (wrong := self._contradiction(rank, asked)):
@@ -158,9 +170,12 @@ class Declarations:
             if tensor is None:
                 tensor, keys = self._add(name, layouts[number])
                 new.append(keys)
-            elif tensor.layout != layouts[number]:
-                text = self._mismatch_text(tensor, rank, layouts[number])
-                out += self._poison(tensor, "mismatch", text)
+                self._count_alone(rank, tensor, 1)
+            else:
+                if tensor.layout != layouts[number]:
+                    out += self._poison_differing(tensor, rank, layouts[number])
+                if tensor.agreed != 1 << rank:
+                    self._end_alone(tensor)
             tensor.agreed |= 1 << rank
             tensors.append(tensor)
         self._peers[rank] = peer
@@ -172,6 +187,47 @@ class Declarations:
             _Pending(rank, peer, asked.request, asked.timeout_s, deadline, tuple(tensors), batches)
         )
         return out + self._answer_ready() + (self._resume() if rank >= self._n_workers else [])
+
+    def _poison_differing(self, tensor: _Tensor, rank: int, layout: Layout) -> Answers:
+        """Poison a tensor that a worker declares otherwise than others have."""
+        if tensor.poison is not None:
+            return []
+        self._n_mismatches[rank] += 1
+        if self._n_mismatches[rank] > MAX_FULL_TEXTS:
+            others = self._names_text(self._present(tensor))
+            text = f"tensor {tensor.name!r}: worker {rank} declares it otherwise than {others}"
+        else:
+            text = self._mismatch_text(tensor, rank, layout)
+        return self._poison(tensor, "mismatch", text)
+
+    # ---- what one worker alone has declared ----
+
+    def _count_alone(self, rank: int, tensor: _Tensor, sign: int) -> None:
+        self._alone[rank] += sign
+        self._alone_bytes[rank] += sign * _charge(tensor.name, tensor.layout)
+
+    def _end_alone(self, tensor: _Tensor) -> None:
+        """Note that a name is no more what one worker alone has declared, if it was."""
+        if tensor.agreed.bit_count() == 1:
+            self._count_alone(tensor.agreed.bit_length() - 1, tensor, -1)
+
+    def _refuse_alone(self, rank: int, n_new: int, n_bytes: int) -> str:
+        """Return why a worker cannot declare so many names that nobody else has declared."""
+        if self._n_programs == 1 or rank >= self._n_workers or not n_new:
+            return ""
+        n_names, nbytes = self._alone[rank] + n_new, self._alone_bytes[rank] + n_bytes
+        if n_names <= MAX_ALONE and nbytes <= MAX_ALONE_BYTES:
+            return ""
+        return (
+            f"worker {rank} declares {n_names} names of {nbytes >> 20} MiB that no other worker "
+            f"has declared; at most {MAX_ALONE}, of {MAX_ALONE_BYTES >> 20} MiB, may wait for the "
+            "others: declare the same names on all workers"
+        )
+
+    def _refuse_waiting(self, rank: int) -> str:
+        if sum(item.rank == rank for item in self._waiting) < MAX_WAITING:
+            return ""
+        return f"worker {rank} waits for {MAX_WAITING} declarations already; declare fewer at once"
 
     # ---- names of validators ----
 
@@ -201,6 +257,7 @@ class Declarations:
                 self._validated.add(name)
                 tensor = self._tensors.pop(name, None)
                 if tensor is not None:
+                    self._end_alone(tensor)
                     text = (
                         f"tensor {name!r} belongs to the validators, which have declared it; "
                         "workers must use another name"
@@ -312,6 +369,7 @@ class Declarations:
         usable = [item for item in self._leaving.pop(batch, ()) if item[0].poison is None]
         for tensor, version in usable:
             del self._tensors[tensor.name]
+            self._end_alone(tensor)
             self._validated.discard(tensor.name)
             for nbytes, owner in tensor.pieces:
                 self._placement.add_load(self._numbers.index(owner), -nbytes)
@@ -327,9 +385,10 @@ class Declarations:
             self._free_ids += [] if holders else ids
         self._unreleased = [one for one in self._unreleased if one[1]]
 
-    def _refuse(self, asked: Declare, layouts: Sequence[Layout]) -> str | None:
+    def _refuse(self, rank: int, asked: Declare, layouts: Sequence[Layout]) -> str | None:
         """Check a whole batch before any of it takes effect."""
         n_pieces = self._n_pieces
+        n_new = n_bytes = 0
         checked: set[int] = set()  # numbers of layouts
         most: dict[int, int] = {}  # pieces of a new tensor, by the number of its layout
         for name, number in asked.tensors:
@@ -343,8 +402,12 @@ class Declarations:
                     if number not in most:
                         most[number] = self._count_pieces(layouts[number])
                     n_pieces += most[number]
+                    n_new += 1
+                    n_bytes += _charge(name, layouts[number])
             except ConfigError as error:
                 return f"tensor {name!r}: {error}"
+        if text := self._refuse_alone(rank, n_new, n_bytes):
+            return text
         if n_pieces <= MAX_PIECES:
             return None
         return (
@@ -519,6 +582,12 @@ class Declarations:
         """Return the names of workers, and of validators, whose numbers come after them."""
         n = self._n_workers
         return join_names([f"worker {i}" if i < n else f"validator {i - n}" for i in ranks])
+
+
+def _charge(name: str, layout: Layout) -> int:
+    """Return about how many bytes a name takes here."""
+    parts = sum(len(part[0]) + PART_BYTES for part in layout.parts) if layout.parts else 0
+    return len(name) + NAME_BYTES + parts
 
 
 def _parts_text(parts: Parts, who: str, others: Parts, them: str) -> str:

@@ -834,9 +834,9 @@ class Membership(SilenceMixin, TestimonyMixin):
             return
         if message.has_joined:
             self._send_all(self._collectives.join(member.number))
-        told = Told(member.number, message.data)
+        told, members = Told(member.number, message.data), set(message.members)
         for item in self._programs():
-            if item.is_working and item.number in message.members:
+            if item.is_working and item.number in members:
                 self._send(item.peer, told)
 
     def _land(self, member: Peer, message: ResultsLanded, now: float) -> None:

@@ -23,7 +23,12 @@ from fastps.config import MIN_CHUNK_BYTES
 from fastps.config.words import encoded_name
 from fastps.contract.codec import PLAIN, Coding
 from fastps.contract.contract import ALONE, PROMPT, Compensation, Gathering, Givers, Policy
-from fastps.contract.partition import ALIGNMENT, MAX_PARTITION_BYTES, server_weights
+from fastps.contract.partition import (
+    ALIGNMENT,
+    MAX_PARTITION_BYTES,
+    MAX_PIECES,
+    server_weights,
+)
 from fastps.contract.rule import SUMMED, Rule
 from fastps.errors import (
     ConfigError,
@@ -67,7 +72,9 @@ PartBytes: TypeAlias = Annotated[int, _Part]
 Staleness: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 31)]  # operations
 Cookie: TypeAlias = Annotated[bytes, Meta(max_length=COOKIE_BYTES)]
 Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each partition
-Parts: TypeAlias = tuple[tuple[Text, Code, Shape], ...]
+# A job has no more tensors than pieces, so no message has more names.
+_Many = Meta(max_length=MAX_PIECES)
+Parts: TypeAlias = Annotated[tuple[tuple[Text, Code, Shape], ...], _Many]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -309,7 +316,7 @@ class AwaitEnds(_Message, frozen=True):
     """
 
     request: Id
-    places: tuple[tuple[Role, Rank], ...]
+    places: Annotated[tuple[tuple[Role, Rank], ...], Meta(max_length=MAX_MEMBERS)]
 
 
 class AwaitStart(_Message, frozen=True):
@@ -337,8 +344,8 @@ class Declare(_Message, frozen=True):
     """
 
     request: Id
-    layouts: tuple[Layout, ...]
-    tensors: tuple[tuple[Name, Id], ...]
+    layouts: Annotated[tuple[Layout, ...], _Many]
+    tensors: Annotated[tuple[tuple[Name, Id], ...], _Many]
     timeout_s: Seconds
 
     @classmethod
@@ -375,7 +382,7 @@ class Forget(_Message, frozen=True):
     """
 
     request: Id
-    tensors: tuple[tuple[Name, Version], ...]
+    tensors: Annotated[tuple[tuple[Name, Version], ...], _Many]
     timeout_s: Seconds
 
 
@@ -456,7 +463,7 @@ class ResultsLanded(_Message, frozen=True):
     """
 
     generation: Id
-    entries: tuple[Entry, ...]
+    entries: Annotated[tuple[Entry, ...], _Many]
     members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)] = ()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -28,6 +29,7 @@ ANSWER_S = 1.0  # for control threads to answer, which only wait for their inter
 LEAST_S = 1.0  # shorter waits are not logged when a job is interrupted
 AGAIN = 1.9  # a wait so many times as long is logged again; clocks of workers differ a little
 MAX_PLACES = 1024  # remembered as logged; then all are forgotten
+MAX_ASKED = 64  # questions of one worker within ANSWER_S: threads that wait at once
 
 
 @dataclass
@@ -41,6 +43,7 @@ class _Inquiry:
     missing: set[int]  # without an answer
     late: dict[int, Whereabouts] = field(default_factory=dict)
     waiters: list[tuple[int, int]] = field(default_factory=list)  # peer and request
+    askers: list[int] = field(default_factory=list)  # ranks, one for each question
 
 
 class Stalls:
@@ -53,6 +56,7 @@ class Stalls:
         self._numbers = itertools.count(1)
         self._inquiries: dict[int, _Inquiry] = {}
         self._logged: dict[str, tuple[int, float]] = {}  # number and seconds, by place
+        self._n_asked: Counter[int] = Counter()  # questions under way, by rank
 
     @property
     def count(self) -> int:
@@ -60,19 +64,26 @@ class Stalls:
         return len(self._inquiries)
 
     def ask(self, rank: int, peer: int, asked: Waiting, now: float) -> Answers:
-        """Handle a waiting worker's report; request 0 wants no answer."""
+        """Handle a waiting worker's report; request 0 wants no answer.
+
+        Who asks too often is answered without an inquiry, for that asks many others.
+        """
         waiter = [(peer, asked.request)] if asked.request else []
+        if self._n_asked[rank] >= MAX_ASKED:
+            return [(peer, StallTold(asked.request, ""))] if asked.request else []
         for inquiry in self._inquiries.values():
             if asked.place and (inquiry.asked.place, inquiry.asked.number) == (
                 asked.place, asked.number
             ):  # fmt: skip
                 inquiry.waiters += waiter
                 inquiry.in_it.add(rank)
+                inquiry.askers.append(rank)
+                self._n_asked[rank] += 1
                 return []
         is_logged = not asked.request and self._is_new(asked)
         if not waiter and not is_logged:
             return []
-        return self._open(asked, {rank}, waiter, now, is_logged=is_logged)
+        return self._open(asked, {rank}, waiter, now, is_logged=is_logged, asker=rank)
 
     def look(self, what: str, present: Iterable[int], seconds: float, now: float) -> Answers:
         """Find out why workers are missing in a meeting."""
@@ -88,12 +99,17 @@ class Stalls:
         now: float,
         *,
         is_logged: bool,
+        asker: int | None = None,
     ) -> Answers:
-        others = [rank for rank in asked.members if rank in self._peers and rank not in in_it]
+        members = dict.fromkeys(asked.members)
+        others = [rank for rank in members if rank in self._peers and rank not in in_it]
         number = next(self._numbers)
-        self._inquiries[number] = _Inquiry(
+        inquiry = self._inquiries[number] = _Inquiry(
             asked, now + ANSWER_S, is_logged, in_it, set(others), waiters=waiters
         )
+        if asker is not None:
+            inquiry.askers.append(asker)
+            self._n_asked[asker] += 1
         if not others:
             return self._end(number)
         return [(self._peers[rank][0], Locate(number, asked.place)) for rank in others]
@@ -134,6 +150,7 @@ class Stalls:
 
     def _end(self, number: int) -> Answers:
         inquiry = self._inquiries.pop(number)
+        self._n_asked.subtract(inquiry.askers)
         text = self._text(inquiry)
         if inquiry.is_logged:
             asked = inquiry.asked

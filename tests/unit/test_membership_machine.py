@@ -8,6 +8,8 @@ in the end the scheduler finishes.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from control_driver import Driver, make_spec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -315,6 +317,26 @@ class MembershipMachine(RuleBasedStateMachine):
         assert table._n_pieces == sum(len(tensor.pieces) for tensor in table._tensors.values())
         assert sum(table._placement.loads) == sum(
             nbytes for tensor in table._tensors.values() for nbytes, _ in tensor.pieces
+        )
+
+    @invariant()
+    def what_members_have_is_counted(self) -> None:
+        """What bounds a member is what it has in the tables of the scheduler."""
+        meetings = self.driver.machine._collectives
+        entered: Counter[int] = Counter()
+        for meeting in meetings._meetings.values():
+            entered.update(list(meeting.entries))
+        assert +meetings._n_entered == entered
+        assert meetings._n_entered.total() or not meetings._held.total()
+        table, alone = self.driver.machine._declarations, Counter[int]()
+        for tensor in table._tensors.values():
+            if tensor.agreed.bit_count() == 1:
+                alone[tensor.agreed.bit_length() - 1] += 1
+        assert +table._alone == alone
+        assert all(table._alone_bytes[rank] for rank in alone)
+        stalls = meetings.stalls
+        assert +stalls._n_asked == Counter(
+            rank for inquiry in stalls._inquiries.values() for rank in inquiry.askers
         )
 
     @invariant()

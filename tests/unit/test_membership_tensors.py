@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from fastps.contract.codec import Codec, Coding
 from fastps.contract.contract import Givers
 from fastps.contract.partition import MAX_PIECES
-from fastps.control.collectives import MAX_BARRIERS, MAX_BLOBS_HELD_BYTES
+from fastps.control.collectives import MAX_BARRIERS, MAX_HELD_BYTES
 from fastps.control.declarations import MAX_VERSION, Declarations
 from fastps.control.protocol import (
     LENGTH,
@@ -795,7 +795,7 @@ class TestBlobs:
         driver = Driver()
         workers, _ = driver.start()
         data = bytes(MAX_BLOB_BYTES)
-        for index in range(MAX_BLOBS_HELD_BYTES // MAX_BLOB_BYTES):
+        for index in range(MAX_HELD_BYTES // MAX_BLOB_BYTES):
             driver.say(workers[0], Blob(900 + index, f"o{index}", 0, data, 10.0))
         assert not driver.events(workers[0], Failed)
         driver.say(workers[0], Blob(999, "one too many", 0, b"x", 10.0))
