@@ -318,6 +318,11 @@ class Membership(SilenceMixin, TestimonyMixin):
         """List (peer, role, rank) of all members; the rank is the one that they began with."""
         return tuple((item.peer, item.join.role, item.place) for item in self._peers.values())
 
+    def peers_of(self, numbers: Iterable[int]) -> list[int]:
+        """List the peers that have these numbers in the job that runs."""
+        wanted = set(numbers)
+        return [item.peer for item in self._peers.values() if item.number in wanted]
+
     def missing_text(self) -> str:
         """Return which members have joined, which have not, and which were lost."""
         if self.phase is Phase.RUNNING:

@@ -19,7 +19,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -47,6 +48,7 @@ from fastps.control.protocol import (
     Malformed,
     PeerLost,
     Started,
+    Tell,
     ToMember,
     ToScheduler,
     body_nbytes,
@@ -65,6 +67,7 @@ from fastps.transport.handshake_gate import HandshakeGate
 log = logging.getLogger(__name__)
 
 MAX_UNSENT_BYTES = 4 * MAX_FRAME_BYTES  # to a member that does not read; then it is lost
+MAX_CONNECTIONS = 16  # of one process: its own, its launcher's, and those that end just now
 READ_LIMIT_BYTES = 64 << 10  # asyncio's buffer per connection
 PULSE_READ_BYTES = 4096
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -131,6 +134,7 @@ class Scheduler:
         self._launchers: set[asyncio.StreamWriter] = set()  # that are sent the first cause
         self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
+        self._n_connections: Counter[str] = Counter()  # of each process that has its own token
         self._timer: asyncio.TimerHandle | None = None
         self._is_timer_due = False  # it is about to be set
         self._look_at = 0.0  # when this process looks at its own clock again
@@ -271,6 +275,12 @@ class Scheduler:
             if join is not None and not self._is_its_own(join, token, writer):
                 writer.close()
                 return
+            if token.is_own and self._n_connections[token.who] >= MAX_CONNECTIONS:
+                host, *_ = writer.get_extra_info("peername") or ("unknown",)
+                text = f"{token.who} has {MAX_CONNECTIONS} connections already"
+                self._gate.refuse("too many connections", host, text)
+                writer.close()
+                return
         except BaseException:
             writer.close()
             raise
@@ -278,6 +288,9 @@ class Scheduler:
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
         task.add_done_callback(lambda _: writer.close())
+        if token.is_own:
+            self._n_connections[token.who] += 1
+            task.add_done_callback(lambda _: self._n_connections.subtract([token.who]))
 
     def _claim(self, purpose: Purpose, sender: int, lane: int) -> Claim:
         """Return what a new connection must prove; a pulse belongs to a control connection."""
@@ -346,6 +359,8 @@ class Scheduler:
             self._do(self.membership.receive(peer, join, self._loop.time()))
             async for message in _messages(reader):
                 self._do(self.membership.receive(peer, message, self._loop.time()))
+                if isinstance(message, Tell):
+                    await self._let_read(message)
         except ProtocolError as error:
             cause = broke_text(str(error))
         except OSError as error:
@@ -353,6 +368,25 @@ class Scheduler:
         finally:
             del self._controls[peer], self._tokens[peer]
             self._do(self.membership.closed(peer, cause, self._loop.time()))
+
+    async def _let_read(self, told: Tell) -> None:
+        """Read no more of a member until those that it has told something have read that.
+
+        So who floods others waits for them, and they are not lost for what they cannot read. One
+        that reads nothing keeps nobody waiting for ever.
+        """
+        peers = self.membership.peers_of(told.members)
+        until, least = self._loop.time() + self._config.shutdown_timeout_s, float("inf")
+        while (unread := self._unread_nbytes(peers)) and self._loop.time() < until:
+            if unread < least:
+                until, least = self._loop.time() + self._config.shutdown_timeout_s, unread
+            await asyncio.sleep(LOOK_S)
+
+    def _unread_nbytes(self, peers: Iterable[int]) -> int:
+        """Return how much is unsent to those of some peers that have much to read."""
+        writers = [self._controls[peer] for peer in peers if peer in self._controls]
+        sizes = [one.transport.get_write_buffer_size() for one in writers if not one.is_closing()]
+        return sum(nbytes for nbytes in sizes if nbytes > MAX_FRAME_BYTES)
 
     async def _serve_launcher(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
