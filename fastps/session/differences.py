@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fastps.collectives.descriptions import About, Membership, differing_text
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.control.blame import VERDICT_WAIT_S
+from fastps.control.protocol import MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     from fastps.control.protocol import Told
@@ -57,7 +58,7 @@ class Differences:
         if kind != _MEANT:
             return False
         channel, number, words = told
-        self._note((channel, number), event.member, words)
+        self._note((channel, number), event.member, words[:MAX_TEXT_CHARS])
         about = self._session.connections.exchange.recall(channel, number)
         if about is not None:  # else its own error lets it answer, when it comes to it
             self._tell((channel, number), about.group.ranks, about)

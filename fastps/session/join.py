@@ -48,6 +48,7 @@ AVERAGE = -2  # Ticket.operation of an average
 _JOINED, _STARTED = "joined", "started"
 _GO_ON = ("allreduce", "reduce", "broadcast", "barrier")  # without who has run out of data
 MANY_PAST = 64  # operations that are kept, as they may be over here and unknown elsewhere
+MANY_STARTED = 1 << 17  # operations of others in a round, of which one worker takes part in each
 NEWS_S = 0.1  # others may have heard sooner who has joined, and an operation have failed by that
 
 REFUSAL = (
@@ -120,6 +121,8 @@ class JoinState:
         """Take what a worker tells; on the control thread."""
         number, kind, told = decode_object(event.data)
         with self._news:
+            if abs(number - self._number) > 1:
+                return  # nobody can be in that round
             found = self._rounds.setdefault(number, _Round())
             if kind == _JOINED:
                 found.joins[event.member], past = told
@@ -128,7 +131,7 @@ class JoinState:
                         found.senders.setdefault(one, set()).add(event.member)
                 self.has_rounds = True
                 self.is_on = bool(self._rounds[self._number].joins)
-            else:
+            elif len(found.senders) < MANY_STARTED:
                 found.senders.setdefault(Started(*told), set()).add(event.member)
             self._news.notify_all()
         if kind == _JOINED:  # what is in flight may wait for that worker, what is over lack it

@@ -27,7 +27,7 @@ from fastps.collectives.descriptions import differing_text, words_of
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.contract.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S
-from fastps.control.protocol import TensorPoisoned
+from fastps.control.protocol import MAX_TEXT_CHARS, TensorPoisoned
 from fastps.errors import MismatchError
 from fastps.types import ReduceOp
 
@@ -45,6 +45,7 @@ Counts: TypeAlias = dict[str, int]
 _BEGUN, _DIFFER, _SIDE = "begun", "differ", "side"
 OWN, AMONG = "", "among "
 MANY_PASSED = 256  # names of which worker 0 remembers what it has passed on
+MANY_SIDES = 4096  # names at once for which workers say that they differ
 
 
 class _Grouped(NamedTuple):
@@ -166,6 +167,8 @@ class RouteChecker:
             if tuple(age) == self._age() and is_ahead(ours, theirs) and is_ahead(theirs, ours):
                 common = {way: min(ours.get(way, 0), count) for way, count in theirs.items()}
                 self._tell(range(self._session.size), _DIFFER, name, common)
+            elif len(self._passed) > MANY_PASSED:
+                continue  # until they are looked through
             elif self._session.rank == 0 and theirs not in self._passed.setdefault(name, []):
                 self._passed[name].append(theirs)
                 fresh[name] = theirs
@@ -204,7 +207,7 @@ class RouteChecker:
 
     def _say(self, name: str, common: Counts) -> None:
         """Tell what this worker started under a name, behind what all have."""
-        if name in self._sides or name in self._texts:
+        if name in self._sides or name in self._texts or len(self._sides) >= MANY_SIDES:
             return
         self._sides[name], self._tensors[name] = {}, set()
         self._since[name] = time.monotonic()
@@ -240,7 +243,7 @@ class RouteChecker:
         """Take what a worker says; the last one ends it."""
         if (sides := self._sides.get(name)) is None:
             return
-        sides[rank] = words
+        sides[rank] = words[:MAX_TEXT_CHARS]
         self._tensors[name].update(tensors)
         if len(sides) == self._session.size:
             self._fail(name)

@@ -140,3 +140,16 @@ def test_what_was_counted_before_names_were_forgotten_is_not_compared():
     workers[1].wait_for("x")
     workers.hear(1, 2)
     assert not any(worker.why("x") for worker in workers)
+
+
+def test_one_worker_makes_no_other_remember_names_without_a_bound(monkeypatch):
+    monkeypatch.setattr(routes, "MANY_SIDES", 8)
+    monkeypatch.setattr(routes, "MANY_PASSED", 8)
+    worker = Worker(0, deque())
+    for number in range(50):
+        differ = (routes._DIFFER, f"n{number}", {})
+        assert worker.routes.hear(Told(1, routes.encode_object(differ)))
+        begun = (routes._BEGUN, worker.routes._age(), {f"m{number}": {"own": 1}})
+        assert worker.routes.hear(Told(1, routes.encode_object(begun)))
+    assert len(worker.routes._sides) == 8
+    assert len(worker.routes._passed) == 9

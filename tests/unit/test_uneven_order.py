@@ -11,6 +11,7 @@ import pytest
 from fastps.collectives.objects import encode_object
 from fastps.config import load
 from fastps.control.protocol import Told
+from fastps.session import join
 from fastps.session.join import JoinState, Started, neutral
 from fastps.types import DType, ReduceOp
 
@@ -87,6 +88,18 @@ def test_who_has_joined_since_need_not_tell() -> None:
     assert uneven.correction("w", 1, range(3)) == 3.0
     assert uneven.correction("v", 3, range(3)) == 1.5
     assert uneven.correction("v", 4, range(3)) == 3.0
+
+
+def test_one_worker_makes_no_others_remember_without_a_bound(monkeypatch) -> None:
+    monkeypatch.setattr(join, "MANY_STARTED", 10)
+    session = Session()
+    uneven = JoinState(session, session)  # type: ignore[arg-type]
+    for number in range(-100, 100):
+        uneven.hear(Told(0, encode_object((number, "started", tuple(operation(1))))))
+    assert sorted(uneven._rounds) == [-1, 0, 1]
+    for number in range(100):
+        hear(uneven, 0, "started", tuple(operation(number)))
+    assert len(uneven._rounds[0].senders) == 10
 
 
 def test_nobody_corrects_before_anybody_has_joined() -> None:
