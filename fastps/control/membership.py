@@ -469,12 +469,16 @@ class Membership(SilenceMixin, TestimonyMixin):
                 self._send(item.peer, Started(request.request, job))
 
     def _start_timed_out(self, member: Peer, now: float) -> None:
-        """End the wait of a member, and of those whose waits end soon: they miss the same ones."""
+        """End the wait of a member, and of those whose waits end soon: they miss the same ones.
+
+        In a view that begins each has its own time, so that one cannot end the waits of others.
+        """
         assert member.start_request is not None
         text = start_text(self.missing_text(), member.start_request.timeout_s)
         self._why_no_start = self._why_no_start or text
+        until = now + TOGETHER_S * (not self.is_changing)
         for item in list(self._peers.values()):
-            if item.start_request is not None and item.start_deadline <= now + TOGETHER_S:
+            if item.start_request is not None and item.start_deadline <= until:
                 self._fail_start(item, "stall", text)
                 self._drop(item.peer, GAVE_UP, now)
 

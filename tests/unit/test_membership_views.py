@@ -226,6 +226,18 @@ class TestComing:
         come(driver, a)
         assert job_of(driver, a).n_workers == 1
 
+    def test_a_survivor_that_does_not_wait_ends_no_wait_of_another(self):
+        driver = elastic(size=4, servers=0)
+        (a, b, c, d), _ = driver.start()
+        driver.die(b)
+        driver.say(a, AwaitStart(driver.request(), 8.0))
+        driver.say(c, AwaitStart(driver.request(), 0.0))
+        driver.keep_alive()
+        driver.advance(1.0)
+        assert driver.events(c, ViewLost)[-1].survives is False
+        come(driver, a, d)
+        assert [job_of(driver, peer).n_workers for peer in (a, d)] == [2, 2]
+
     def test_a_survivor_tells_where_it_listens_now(self):
         driver = elastic(servers=0)
         driver.is_apart = True
