@@ -31,6 +31,12 @@ cdef enum EntryKind:
     COUNT_OUT = 8               # messages sent to a peer on a channel so far; nbytes counts
     COUNT_IN = 9                # and received
 
+cdef enum Flood:
+    FLOOD_NONE = 0
+    FLOOD_UNASKED = 1           # small messages
+    FLOOD_NOTES = 2             # notes about operations that have not begun here
+    FLOOD_ANSWERS = 3           # frames that are answered, while it reads no answer
+
 cdef enum:                      # Entry.code of a channel's record: the COUNT_OUT of ANYONE
     REFUSAL_DUE = 1             # we have to refuse operation `mistake` to all members
     REMINDED = 2                # members were, of messages that may come unasked
@@ -55,6 +61,7 @@ cdef struct Entry:              # of the table
     uint32_t culprit            # FAILED, record: the member that sent the refusal
     uint32_t mistake            # the operation in which members differed; 0: this; record: none
     uint32_t reported           # record: the last operation that raised a mismatch here; 0: none
+    bint is_note                # FAILED: a refusal of an operation that has not begun here
     char* payload               # EARLY
     Entry* newer                # EARLY: the next in the list of all of them
     Entry* older
@@ -155,7 +162,9 @@ cdef struct Peer:               # what we know of one member
     uint64_t out                # charged for what was sent unasked and is not yet taken
     uint64_t came               # and for what came unasked, until we said that it is taken
     uint64_t owed               # taken and not yet said
-    bint has_flooded            # it sent unasked more than it may
+    int32_t flood               # Flood: what it sent more of than it may
+    uint32_t notes              # of its frames: READY, OFFERED and FAILED that nothing here awaits
+    int32_t unread              # refusals that answer its frames, and have not left; atomic
     int32_t landing             # what the frame under way is: Landing; its link's thread
     ActiveStep* step
     Entry* early

@@ -74,6 +74,7 @@ cdef enum:
     EAGER_BYTES = 32 << 10      # a message up to this size is sent unasked
     UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most, and
     UNASKED_EACH = 128          # so many more are charged for each message: what its entry takes
+    MANY_NOTES = 1 << 17        # of one member, about operations that have not begun here
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
     MAY_DIFFER = 0x80           # in a dtype: who means other sizes by the same is not mistaken
@@ -720,10 +721,15 @@ cdef class Exchange(LinkOwner):
 
     def trouble_of(self, uint32_t member):
         """Say what a member sent that ended its link; empty if nothing is known."""
-        if not self.state.peers[member].has_flooded:
-            return ""
-        return (f"it sent small messages beyond the {UNASKED_BYTES >> 20} MiB that may come "
-                "before they are asked for")
+        cdef int32_t flood = self.state.peers[member].flood
+        if flood == FLOOD_UNASKED:
+            return (f"it sent small messages beyond the {UNASKED_BYTES >> 20} MiB that may come "
+                    "before they are asked for")
+        if flood == FLOOD_NOTES:
+            return f"it spoke of more than {MANY_NOTES} operations that have not begun here"
+        if flood == FLOOD_ANSWERS:
+            return f"it sent what is answered, and left more than {MANY_NOTES} answers unread"
+        return ""
 
     @property
     def gone(self):

@@ -237,7 +237,7 @@ cdef bint answer_over(State* state, const Entry* name, Work* work) noexcept nogi
         return False
     answer.label, answer.mistake = REFUSE_MESSAGE, name.label
     answer.code = failed.code if failed != NULL else 0
-    add_control(state, work, KIND_REFUSE, &answer, E_MISMATCH)
+    add_answer(state, work, &answer)
     return True
 
 
@@ -255,7 +255,7 @@ cdef void take_ready(State* state, Entry* name, Work* work) noexcept nogil:
     elif is_foreign(task, name, True):
         refuse(state, task, name, work)
     elif not answer_over(state, name, work) and not is_on_its_way(state, name):
-        find_or_put(state, name, READY)
+        add_note(state, name.peer, name, READY)
 
 
 cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
@@ -267,7 +267,7 @@ cdef void take_offer(State* state, Entry* name, Work* work) noexcept nogil:
     elif is_foreign(task, name, False):
         refuse(state, task, name, work)
     elif not answer_over(state, name, work):
-        find_or_put(state, name, OFFERED)
+        add_note(state, name.peer, name, OFFERED)
 
 
 cdef bint is_end_of(OperationTask* task, const Entry* name) noexcept nogil:
@@ -310,9 +310,9 @@ cdef void take_refusal(State* state, Entry* name, Work* work) noexcept nogil:
     elif task == NULL and has_begun(state, name, ANYONE):
         record_late_error(state, name, scope == REFUSE_MEMBER, work)
     elif task == NULL:
-        name.culprit = name.peer
+        name.culprit, name.is_note = name.peer, True
         name.peer = ANYONE
-        find_or_put(state, name, FAILED)
+        add_note(state, name.culprit, name, FAILED)
 
 
 cdef int take_control(State* state, Peer* peer, const Header* header, Entry* name,
@@ -320,8 +320,10 @@ cdef int take_control(State* state, Peer* peer, const Header* header, Entry* nam
     """Take a frame that is about messages. The lock is held."""
     if header.kind == KIND_READY:
         take_ready(state, name, work)
+        return check_notes(peer)
     elif header.kind == KIND_OFFER:
         take_offer(state, name, work)
+        return check_notes(peer)
     elif header.kind == KIND_CREDIT:
         if name.nbytes > peer.out:
             return E_PROTOCOL
@@ -330,6 +332,7 @@ cdef int take_control(State* state, Peer* peer, const Header* header, Entry* nam
         if header.status >= 0:
             return E_PROTOCOL
         take_refusal(state, name, work)
+        return check_notes(peer)
     return OK
 
 

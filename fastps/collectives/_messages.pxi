@@ -180,6 +180,7 @@ cdef bint has_only_counts(State* state, uint64_t channel, bint is_dropped) noexc
 cdef struct Control:            # a frame without payload, freed when it has left
     SendItem item
     Control* next
+    Peer* asker                 # of an answer: the member whose frame it answers
     uint32_t peer
 
 cdef struct Work:               # what follows from news, once the lock is free
@@ -202,12 +203,26 @@ cdef void control_sent(SendItem* item, int status) noexcept nogil:
     free(item.context)
 
 
-cdef void add_control(State* state, Work* work, int kind, const Entry* name,
-                      int32_t number) noexcept nogil:
+cdef void answer_sent(SendItem* item, int status) noexcept nogil:
+    fps_add32(&(<Control*>item.context).asker.unread, -1)
+    free(item.context)
+
+
+cdef void add_answer(State* state, Work* work, const Entry* name) noexcept nogil:
+    """Have a refusal sent to the member whose frame it answers, and count it until it leaves."""
+    cdef Control* control = add_control(state, work, KIND_REFUSE, name, E_MISMATCH)
+    if control != NULL:
+        control.asker = &state.peers[name.peer]
+        control.item.sent = answer_sent
+        fps_add32(&control.asker.unread, 1)
+
+
+cdef Control* add_control(State* state, Work* work, int kind, const Entry* name,
+                          int32_t number) noexcept nogil:
     """Have a frame sent to name.peer; number: what the kind says in `status`."""
     cdef Control* control = <Control*>calloc(1, sizeof(Control))
     if control == NULL:
-        return                          # the operation will be late, and then it stalls
+        return NULL                     # the operation will be late, and then it stalls
     control.peer = name.peer
     control.item.header.kind = kind
     control.item.header.key = name.channel
@@ -225,6 +240,7 @@ cdef void add_control(State* state, Work* work, int kind, const Entry* name,
     control.item.context = control
     control.next = work.controls
     work.controls = control
+    return control
 
 
 cdef void add_ready(State* state, Work* work, ActiveStep* step) noexcept nogil:
@@ -249,7 +265,31 @@ cdef int charge_unasked(Peer* peer, const Header* header, const Entry* name) noe
         return E_PROTOCOL
     peer.came += unasked_charge(header.length)
     if peer.came > UNASKED_BYTES:
-        peer.has_flooded = True
+        peer.flood = FLOOD_UNASKED
+        return E_PROTOCOL
+    return OK
+
+
+cdef void add_note(State* state, uint32_t member, Entry* name, int32_t what) noexcept nogil:
+    """Keep a note of a member about an operation that has not begun here, once."""
+    if find(state, name, what)[0] == NULL and find_or_put(state, name, what) != NULL:
+        state.peers[member].notes += 1
+
+
+cdef void drop_note(State* state, uint32_t member, Entry* note) noexcept nogil:
+    """Free a note of a member that has been taken; NULL: there is none."""
+    if note != NULL:
+        state.peers[member].notes -= 1
+        free(note)
+
+
+cdef int check_notes(Peer* peer) noexcept nogil:
+    """Refuse a member of which more is kept than an honest one can make it."""
+    if peer.notes > MANY_NOTES:
+        peer.flood = FLOOD_NOTES
+        return E_PROTOCOL
+    if fps_load32(&peer.unread) > MANY_NOTES:
+        peer.flood = FLOOD_ANSWERS
         return E_PROTOCOL
     return OK
 
@@ -259,7 +299,7 @@ cdef void taken_unasked(State* state, const Entry* early, Work* work) noexcept n
     cdef Peer* peer = &state.peers[early.peer]
     cdef Entry name
     peer.owed += unasked_charge(early.nbytes)
-    if peer.owed >= UNASKED_BYTES / 2:
+    if peer.owed >= UNASKED_BYTES / 2 and fps_load32(&peer.unread) <= MANY_NOTES:
         name = early[0]
         name.channel = name.number = name.label = 0
         add_control(state, work, KIND_CREDIT, &name, <int32_t>peer.owed)
@@ -286,5 +326,5 @@ cdef void send_controls(State* state, Work* work) noexcept nogil:
     while control != NULL:
         next = control.next
         if send_to(state, control.peer, &control.item) != OK:
-            free(control)               # who waits for it hears of the link's end
+            control.item.sent(&control.item, E_PEER_LOST)   # who waits hears of the link's end
         control = next

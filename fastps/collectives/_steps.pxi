@@ -78,7 +78,7 @@ cdef void reject_late_frame(State* state, Entry* early, Work* work) noexcept nog
     taken_unasked(state, early, work)
     if state.status == OK and failure_of(state, early) == NULL:
         refusal.label, refusal.code = REFUSE_MEMBER, 0      # who sent them may wait for an answer
-        add_control(state, work, KIND_REFUSE, &refusal, E_MISMATCH)
+        add_answer(state, work, &refusal)
     record_late_error(state, early, True, work)
     free(early.payload)
     free(early)
@@ -122,6 +122,8 @@ cdef void apply_pending_errors(State* state, OperationTask* task, Entry* record,
     name_task(&name, task)
     failed = find(state, &name, FAILED)[0]
     if failed != NULL:
+        state.peers[failed.culprit].notes -= failed.is_note
+        failed.is_note = False
         fail_as_refused(state, task, failed, failed.culprit, work)
     if record.mistake:
         attach_late_error(state, task, record, work)
@@ -171,6 +173,9 @@ cdef void give_up(State* state, ActiveStep* step, Work* work) noexcept nogil:
         drop(state, &step.entry)
         end_step(state, step, work)
     elif step.state == BLOCKED:
+        if step.entry.peer != ANYONE:   # nothing takes it any more
+            drop_note(state, step.entry.peer,
+                      take(state, &step.entry, READY if step.kind == STEP_SEND else OFFERED))
         end_step(state, step, work)
 
 
@@ -340,10 +345,10 @@ cdef void begin_send(State* state, ActiveStep* step, Work* work) noexcept nogil:
     elif not agrees(ready, &step.entry):
         step.state = BLOCKED
         refuse(state, step.task, ready, work)
-        free(ready)
+        drop_note(state, step.entry.peer, ready)
         return
     step.item.is_whole = ready != NULL and ready.is_whole
-    free(ready)
+    drop_note(state, step.entry.peer, ready)
     step.state = GOING
     add_step(work, step)
 
@@ -382,7 +387,7 @@ cdef void begin_receive(State* state, ActiveStep* step, Work* work) noexcept nog
     put(state, &step.entry, WANTED)
     if offer != NULL or step.nbytes > EAGER_BYTES:
         add_ready(state, work, step)
-    free(offer)
+        drop_note(state, step.entry.peer, offer)
 
 
 cdef bint is_next(State* state, uint64_t channel, uint32_t peer, Entry* name) noexcept nogil:

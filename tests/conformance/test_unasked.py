@@ -6,7 +6,9 @@ A mailbox stands for a member that keeps to no bound, over every transport.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -116,3 +118,77 @@ def test_a_message_that_says_to_be_small_and_is_not(net):
     assert operation.wait(timeout_s=TIMEOUT_S) == Status.PROTOCOL
     assert exchange.failure == (Status.PROTOCOL, FLOODER)
     assert exchange.trouble_of(FLOODER) == ""
+
+
+MANY_NOTES = 1 << 17
+NOTES = {
+    "ready": {"kind": FrameKind.READY, "status": 1 << 20},
+    "offer": {"kind": FrameKind.OFFER, "status": 8},
+    "refusal": {"kind": FrameKind.REFUSE, "status": int(Status.MISMATCH)},
+}
+
+
+def post_notes(box: Mailbox, fleet: Fleet, numbers: Iterable[int], **fields: int) -> None:
+    """Speak of operations, and let what is said arrive now and then."""
+    for number in numbers:
+        box.post(ME, b"", key=CHANNEL, key_version=number, sender=FLOODER, **fields)
+        if number % 64 == 0:
+            fleet.settle(range(2))
+    fleet.settle(range(2))
+
+
+@pytest.mark.parametrize("what", NOTES)
+def test_who_speaks_of_too_many_operations_is_cut_off_and_named(what):
+    box = Mailbox(adopts=True)
+    fleet = Fleet(2, strangers={FLOODER: box})
+    exchange = fleet.exchanges[ME]
+    post_notes(box, fleet, range(1, MANY_NOTES + 1), **NOTES[what])
+    assert exchange.failure is None
+    assert exchange.statistics()["messages_kept"] == MANY_NOTES
+    post_notes(box, fleet, [MANY_NOTES + 1], **NOTES[what])
+    assert exchange.failure == (Status.PROTOCOL, FLOODER)
+    assert f"more than {MANY_NOTES} operations that have not begun" in exchange.trouble_of(FLOODER)
+    fleet.close()
+
+
+@pytest.mark.parametrize("what", NOTES)
+def test_what_one_says_again_is_kept_once_and_what_begins_is_a_note_no_more(what):
+    box = Mailbox(adopts=True)
+    fleet = Fleet(2, strangers={FLOODER: box})
+    exchange = fleet.exchanges[ME]
+    kind = Kind.SEND if what == "ready" else Kind.RECEIVE
+    nbytes = NOTES[what]["status"] if what != "refusal" else 8
+    for number in range(1, 4):
+        post_notes(box, fleet, [number] * 3, **NOTES[what])
+        assert exchange.statistics()["messages_kept"] - (number > 1) <= number
+        array = np.zeros(nbytes, np.uint8)
+        place = {"input" if kind is Kind.SEND else "output": array}
+        operation = exchange.start(
+            message(kind, FLOODER, nbytes), CHANNEL, name=f"n{number}", **place
+        )
+        fleet.settle(range(2))
+        if kind is Kind.RECEIVE and what == "offer":
+            box.post(ME, bytes(8), kind=FrameKind.MESSAGE, key=CHANNEL, key_version=number,
+                     sender=FLOODER, status=8)  # fmt: skip
+            fleet.settle(range(2))
+        status = Status.MISMATCH if what == "refusal" else 0
+        assert operation.wait(timeout_s=TIMEOUT_S) == status
+    fleet.close()
+
+
+def test_who_reads_no_answers_is_cut_off():
+    net = Net("unix")
+    exchange, box = make_exchange(), Mailbox()
+    net.connect(exchange, FLOODER, box, ME)
+    array = np.zeros(8, np.uint8)
+    sent = exchange.start(message(Kind.SEND, FLOODER, 8), CHANNEL, name="over", input=array)
+    assert sent.wait(timeout_s=TIMEOUT_S) == Status.OK
+    box.hesitate(ME, 1 << 30)
+    with contextlib.suppress(FastPSError):  # the link has ended meanwhile
+        for _ in range(3 * MANY_NOTES):
+            box.post(ME, b"", kind=FrameKind.READY, key=CHANNEL, key_version=1, subject=7,
+                     sender=FLOODER, status=8)  # fmt: skip
+    wait_until(lambda: exchange.failure is not None, "the end of the link")
+    assert exchange.failure == (Status.PROTOCOL, FLOODER)
+    assert f"more than {MANY_NOTES} answers unread" in exchange.trouble_of(FLOODER)
+    net.close()
