@@ -36,6 +36,7 @@ cdef enum Flood:
     FLOOD_UNASKED = 1           # small messages
     FLOOD_NOTES = 2             # notes about operations that have not begun here
     FLOOD_ANSWERS = 3           # frames that are answered, while it reads no answer
+    FLOOD_WINDOWS = 4           # requests about one window
 
 cdef enum:                      # Entry.code of a channel's record: the COUNT_OUT of ANYONE
     REFUSAL_DUE = 1             # we have to refuse operation `mistake` to all members

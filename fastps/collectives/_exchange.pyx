@@ -729,6 +729,8 @@ cdef class Exchange(LinkOwner):
             return f"it spoke of more than {MANY_NOTES} operations that have not begun here"
         if flood == FLOOD_ANSWERS:
             return f"it sent what is answered, and left more than {MANY_NOTES} answers unread"
+        if flood == FLOOD_WINDOWS:
+            return "it claimed the mutex of one window, or fetched its array, too often at once"
         return ""
 
     @property

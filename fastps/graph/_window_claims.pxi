@@ -160,15 +160,29 @@ cdef void remove_claims_of(Engine* engine, CWindow* window, uint32_t peer,
     grant_claims(engine, window, todo)
 
 
-cdef void on_lock(Engine* engine, CWindow* window, uint32_t peer, uint32_t number,
-                  Deferred* todo) noexcept nogil:
+cdef int flooded(Engine* engine, uint32_t peer) noexcept nogil:
+    """Note that a member has more here than an honest one can have; its link ends."""
+    engine.exchange.peers[peer].flood = FLOOD_WINDOWS
+    return E_PROTOCOL
+
+
+cdef int on_lock(Engine* engine, CWindow* window, uint32_t peer, uint32_t number,
+                 Deferred* todo) noexcept nogil:
     """Add a neighbour's claim on our mutex."""
-    cdef Claim* claim = <Claim*>calloc(1, sizeof(Claim))
+    cdef Claim* claim = window.claims
+    cdef uint32_t count = 0
+    while claim != NULL:
+        count += claim.peer == peer
+        claim = claim.next
+    if count >= MAX_CLAIMS:
+        return flooded(engine, peer)
+    claim = <Claim*>calloc(1, sizeof(Claim))
     if claim == NULL:
-        return                          # it gets a StallError that names this worker
+        return OK                       # it gets a StallError that names this worker
     claim.peer = peer
     claim.number = number
     add_claim(engine, window, claim, todo)
+    return OK
 
 
 # ---------------------------------------------------------------- ours; home.lock is held

@@ -125,13 +125,35 @@ cdef void on_payload(Engine* engine, Member* member, uint32_t peer, const Header
 
 # ---------------------------------------------------------------- requests for our array
 
-cdef struct Reply:              # freed when it has been sent
-    SendItem item
-    char payload[0]
+cdef void add_reply(Reply* reply) noexcept nogil:
+    """Count a reply among those that have not left. The lock is free."""
+    cdef Member* member = &reply.engine.members[reply.peer]
+    pthread_mutex_lock(&reply.engine.lock)
+    reply.next = member.replies
+    member.replies = reply
+    pthread_mutex_unlock(&reply.engine.lock)
 
 
 cdef void reply_sent(SendItem* item, int status) noexcept nogil:
-    free(item.context)
+    cdef Reply* reply = <Reply*>item.context
+    cdef Reply** place = &reply.engine.members[reply.peer].replies
+    pthread_mutex_lock(&reply.engine.lock)
+    while place[0] != NULL and place[0] != reply:
+        place = &place[0].next
+    if place[0] == reply:
+        place[0] = reply.next
+    pthread_mutex_unlock(&reply.engine.lock)
+    free(reply)
+
+
+cdef uint32_t count_replies(Engine* engine, uint32_t peer, uint64_t window) noexcept nogil:
+    """Count the replies to a member, from one window, that have not left. The lock is held."""
+    cdef Reply* reply = engine.members[peer].replies
+    cdef uint32_t count = 0
+    while reply != NULL:
+        count += reply.item.header.key == window
+        reply = reply.next
+    return count
 
 
 cdef void send_own(Engine* engine, CWindow* window, uint32_t peer, uint32_t number, double weight,
@@ -142,7 +164,8 @@ cdef void send_own(Engine* engine, CWindow* window, uint32_t peer, uint32_t numb
     if reply == NULL:
         queue_control(engine, todo, peer, window.id, ACK, number, 0.0, E_NOMEM)
         return
-    memset(&reply.item, 0, sizeof(SendItem))
+    memset(reply, 0, sizeof(Reply))
+    reply.engine, reply.peer = engine, peer
     pthread_mutex_lock(&window.own_lock)
     status = scale(window, window.own, reply.payload, weight)
     pthread_mutex_unlock(&window.own_lock)
@@ -152,29 +175,34 @@ cdef void send_own(Engine* engine, CWindow* window, uint32_t peer, uint32_t numb
     reply.item.nbytes = window.nbytes
     reply.item.sent = reply_sent
     reply.item.context = reply
+    add_reply(reply)
     if status != OK or send_to(engine, peer, &reply.item) != OK:
         queue_control(engine, todo, peer, window.id, ACK, number, 0.0, E_MISMATCH)
-        free(reply)
+        reply_sent(&reply.item, E_MISMATCH)
 
 
-cdef void on_get(Engine* engine, uint32_t peer, const Header* header,
-                 Deferred* todo) noexcept nogil:
+cdef int on_get(Engine* engine, uint32_t peer, const Header* header,
+                Deferred* todo) noexcept nogil:
     cdef CWindow* window
     cdef double weight
+    cdef int status = OK
     memcpy(&weight, &header.status, sizeof(double))
     pthread_mutex_lock(&engine.lock)
     window = window_of(engine, header.key)
     if window == NULL:
         queue_control(engine, todo, peer, header.key, ACK, header.key_version, 0.0, E_MISMATCH)
+    elif count_replies(engine, peer, header.key) >= MAX_REPLIES:
+        status = flooded(engine, peer)
     else:
         window.users += 1
     pthread_mutex_unlock(&engine.lock)
-    if window == NULL:
-        return
+    if window == NULL or status != OK:
+        return status
     send_own(engine, window, peer, header.key_version, weight, todo)
     pthread_mutex_lock(&engine.lock)
     window.users -= 1
     pthread_mutex_unlock(&engine.lock)
+    return OK
 
 
 # ---------------------------------------------------------------- frames without bytes
@@ -188,7 +216,7 @@ cdef int on_control(Engine* engine, uint32_t peer, const Header* header,
     if window == NULL:
         return OK                       # it was freed
     if kind == LOCK:
-        on_lock(engine, window, peer, header.key_version, todo)
+        return on_lock(engine, window, peer, header.key_version, todo)
     elif kind == UNLOCK:
         remove_claim(engine, window, peer, header.key_version, todo)
     else:
@@ -212,7 +240,7 @@ cdef int windows_deliver(void* context, Link* link, const Header* header) noexce
     if kind in (PUT, ADD, GOT):
         on_payload(engine, &engine.members[link.peer], link.peer, header, &todo)
     elif kind == GET:
-        on_get(engine, link.peer, header, &todo)
+        status = on_get(engine, link.peer, header, &todo)
     else:
         pthread_mutex_lock(&engine.lock)
         status = on_control(engine, link.peer, header, &todo)

@@ -48,6 +48,7 @@ cdef struct Action
 cdef struct Part
 cdef struct Engine
 cdef struct CWindow
+cdef struct Reply
 
 cdef struct Claim:              # on a mutex, at its owner, in the order of arrival
     Claim* next
@@ -147,6 +148,14 @@ cdef struct Member:             # what lands from one member; its link's thread
     CWindow* window
     Buffer* buffer
     bint is_lost                # under the lock
+    Reply* replies              # to it, that have not left; under the lock
+
+cdef struct Reply:              # our own array, for a GET; freed when it has been sent
+    SendItem item
+    Engine* engine
+    Reply* next                 # of those to the same member
+    uint64_t peer               # so wide that the payload is aligned
+    char payload[0]
 
 cdef struct Engine:             # of all windows of one worker
     pthread_mutex_t lock        # guards lists, stages, claims; never held over a copy or a send

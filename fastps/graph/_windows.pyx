@@ -32,7 +32,7 @@ from fastps._core cimport (
     completion_part_done, completion_reset, completion_wait_signals, deadline_of, pooled_copy,
     pooled_fold, now_ns, thread_create, thread_join,
 )
-from fastps.collectives._exchange cimport Exchange
+from fastps.collectives._exchange cimport FLOOD_WINDOWS, Exchange
 from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 from fastps.native.atomic cimport (
     fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,
@@ -67,6 +67,8 @@ cdef enum:
     PATIENCE_NS = 1000000000    # the longest wait of the helper for one window
     HELPER_SLICE_NS = 1000000000
     MANY_ACTIONS = 256          # in flight, before those that are done are released
+    MAX_CLAIMS = 256            # of one member on one mutex: its threads that wait for it
+    MAX_REPLIES = 8             # unsent to one member, of one window: it fetches once at a time
 
 MAX_BYTES = 1 << 32             # of a window: offsets of frames have 32 bits
 NAP_S = 0.0005                  # between checks of a window that is to end
