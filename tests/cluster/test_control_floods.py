@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member that floods the scheduler is bounded, and the others go on."""
+"""A member that floods the scheduler, or lies to it, is bounded, and the others go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from control_cluster import TOKEN, WAIT_S, Member, SchedulerThread
+from control_cluster import TOKEN, WAIT_S, Member, SchedulerThread, started_job
 
 from fastps.control import scheduler as scheduler_module
 from fastps.control.dial import dial
@@ -18,6 +18,7 @@ from fastps.control.protocol import (
     Attend,
     AwaitStart,
     Join,
+    PeerLost,
     Told,
     ToMember,
     body_nbytes,
@@ -135,3 +136,19 @@ def test_a_member_that_is_named_often_is_told_once(n_members):
         assert members[0].told.wait_for(Told) == Told(1, b"x")
         for member in members:
             member.client.close()
+
+
+def test_a_liar_that_reports_all_others_is_lost_alone():
+    with started_job(size=4, num_servers=0, on_loss="reweight") as (scheduler, workers, _):
+        liar = workers.pop(2)
+        for rank in (0, 1, 3):
+            liar.client.report_lost(rank, "so says the liar")
+        for member in (liar, *workers):
+            lost = member.told.wait_for(PeerLost)
+            assert isinstance(lost, PeerLost)
+            assert (lost.rank, lost.goes_on) == (2, True)
+            assert "nobody else says so, and worker 0 still sends heartbeats" in lost.cause
+        time.sleep(1.0)  # for reports that would count later
+        assert len(scheduler.scheduler.membership.members()) == 3
+        assert all(len(member.told.events) == 1 for member in workers)
+        liar.client.close()
