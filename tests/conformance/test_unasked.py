@@ -192,3 +192,26 @@ def test_who_reads_no_answers_is_cut_off():
     assert exchange.failure == (Status.PROTOCOL, FLOODER)
     assert f"more than {MANY_NOTES} answers unread" in exchange.trouble_of(FLOODER)
     net.close()
+
+
+@pytest.mark.parametrize("what", ["ready", "offer"])
+def test_who_is_always_ahead_by_one_never_meets_the_bound(what):
+    box = Mailbox(adopts=True)
+    fleet = Fleet(2, strangers={FLOODER: box})
+    exchange, array = fleet.exchanges[ME], np.zeros(8, np.uint8)
+    program = message(Kind.SEND if what == "ready" else Kind.RECEIVE, FLOODER, 8)
+    place = {"input" if what == "ready" else "output": array}
+    for number in range(1, MANY_NOTES + 1000):
+        post_notes(box, fleet, [number], kind=NOTES[what]["kind"], status=8)
+        operation = exchange.start(program, CHANNEL, name="x", **place)
+        fleet.settle(range(2))
+        if what == "offer":
+            box.post(ME, bytes(8), kind=FrameKind.MESSAGE, key=CHANNEL, key_version=number,
+                     sender=FLOODER, status=8)  # fmt: skip
+            fleet.settle(range(2))
+        assert operation.wait(timeout_s=TIMEOUT_S) == Status.OK
+        while number % 20_000 == 0 and box.has_letter():
+            box.receive(timeout_s=TIMEOUT_S)
+    assert exchange.failure is None
+    assert exchange.statistics()["messages_kept"] == 1
+    fleet.close()
