@@ -59,6 +59,7 @@ _EARLY = -1  # a batch that no server has: declarations that wait for the valida
 MAX_KEPT = 256  # layouts and cuts that are shared
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
 MAX_FULL_TEXTS = 64  # mismatches of one worker that are described in full
+MAX_UNRELEASED = 1024  # forgotten batches that some worker has not dropped; older ids rest
 MAX_WAITING = 64  # requests of one worker at once: threads that declare
 # Of names that one worker alone has declared: it may be ahead of others by all that a job has.
 MAX_ALONE = 1 << 18
@@ -377,6 +378,7 @@ class Declarations:
             ids.append((tensor.tensor_id, max(version, tensor.version)))
         holders = [item for item in self._waiting if item.is_forget and batch in item.batches]
         self._unreleased.append(([item for item in ids if item[1] < MAX_VERSION], holders))
+        del self._unreleased[:-MAX_UNRELEASED]
 
     def _release_ids(self, has_dropped: Callable[[_Pending], bool]) -> None:
         """Free the ids that no worker holds any more."""

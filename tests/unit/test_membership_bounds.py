@@ -17,6 +17,7 @@ from fastps.control.protocol import (
     Declared,
     Dispute,
     Done,
+    Dropped,
     Failed,
     Forget,
     Locate,
@@ -174,6 +175,21 @@ class TestNames:
                 forget = Forget(driver.request(), tuple((name, 0) for name in names), 10.0)
                 driver.say(peer, forget)
         assert not driver.machine._declarations._alone[LIAR]
+
+    def test_a_worker_that_never_drops_what_is_forgotten_costs_ids_alone(self, monkeypatch):
+        monkeypatch.setattr(declarations, "MAX_UNRELEASED", 8)
+        driver, workers = started()
+        for number in range(30):
+            for peer in workers:
+                assert self.declare(driver, peer, "w")
+            for peer in workers:
+                driver.say(peer, Forget(1000 + number, (("w", 1),), 10.0))
+            driver.say(workers[0], Dropped(1000 + number))
+        table = driver.machine._declarations
+        assert len(table._unreleased) == 8
+        assert not table._free_ids
+        driver.say(workers[LIAR], Dropped(1029))
+        assert len(table._free_ids) == 1
 
     def test_requests_that_wait_are_bounded(self):
         driver = Driver(size=2, num_servers=1)
