@@ -26,6 +26,7 @@ class Peer:
     join: Join
     rank: int | None
     lease_until: float
+    judge_at: float  # when the scheduler looks whether it is dead, if it stays silent
     has_started: bool = False
     place: int | None = None  # rank of the first start, which a launcher knows
     number: int | None = None  # among all members of the job that runs
@@ -35,7 +36,9 @@ class Peer:
     leave_request: Leave | None = None  # of a worker that has left and only serves the others
     leave_deadline: float = 0.0
     inquest: Inquest | None = None  # while others are asked whether it lives
+    late_s: float = 0.0  # in which the scheduler got no processor, since the last heartbeat
     seen: str = ""  # what its silent thread did when the scheduler last looked
+    asleep_since: float = float("inf")  # how long it has been seen asleep
     starved_until: float = 0.0  # when its silence counts, though it only waits for a processor
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     hearing: Inquest | None = None  # while others are asked whether they reach it as another says

@@ -204,16 +204,6 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._end_of(peer, cause, now)
         return self._drain(now)
 
-    def pulse(self, peer: int, now: float) -> bool:
-        """Renew a lease; return False if the peer is not a member."""
-        member = self._peers.get(peer)
-        if member is None:
-            return False
-        member.lease_until = now + self._config.lease_s
-        member.inquest = None
-        member.seen, member.starved_until = "", 0.0
-        return True
-
     def probes_of(self, peer: int) -> tuple[str, int, bytes] | None:
         """Return where a member takes datagrams, and the scheduler's beat for it, if it does."""
         join = self._peers[peer].join
@@ -225,19 +215,6 @@ class Membership(SilenceMixin, TestimonyMixin):
         text = self._suspicions.of(peer)
         if text is not None:
             self._end_of(peer, f"{PULSE_CLOSED}; {text}", now)
-        return self._drain(now)
-
-    def delayed(self, seconds: float) -> None:
-        """Extend all leases by a time in which the scheduler itself got no processor."""
-        for member in self._peers.values():
-            member.lease_until += seconds
-
-    def slept(self, now: float, seconds: float) -> list[Action]:
-        """Renew all leases, since the scheduler itself was stopped and cannot judge silence."""
-        self._slept = now, seconds
-        for member in self._peers.values():
-            member.lease_until = max(member.lease_until, now + self._config.lease_s)
-            member.inquest = None
         return self._drain(now)
 
     def stop(self, reason: str, now: float) -> list[Action]:
@@ -266,9 +243,7 @@ class Membership(SilenceMixin, TestimonyMixin):
     def tick(self, now: float) -> list[Action]:
         """Handle everything that is due; to be called at next_deadline()."""
         self._drop_ended(now)
-        for member in list(self._peers.values()):
-            if self._judged_at(member) <= now:
-                self._judge_silence(member, now)
+        self._judge_silences(now)
         self._drop_suspects(now)
         for member in list(self._peers.values()):
             if member.start_request is not None and member.start_deadline <= now:
@@ -290,7 +265,7 @@ class Membership(SilenceMixin, TestimonyMixin):
 
     def next_deadline(self) -> float | None:
         """Return the time of the next tick, None when nothing can become due."""
-        times = [self._judged_at(member) for member in self._peers.values()]
+        times = [member.judge_at for member in self._peers.values()]
         times += [member.ended_until for member in self._ended()[:1]]
         times += self._suspicions.deadlines()
         times += [
@@ -348,7 +323,7 @@ class Membership(SilenceMixin, TestimonyMixin):
             self._out.append(Close(peer))
             return
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
-        self._peers[peer] = Peer(peer, join, join.rank, lease, place=join.rank)
+        self._peers[peer] = Peer(peer, join, join.rank, lease, lease, place=join.rank)
         self.has_been_tried = self.has_been_tried or join.role == "worker"
         if join.role != "server" or self.generation == 1:
             self._idle_until = float("inf")

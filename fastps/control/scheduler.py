@@ -521,8 +521,9 @@ class Scheduler:
             self._timer.cancel()
             self._timer = None
         due = self.membership.next_deadline()
-        # What comes first after a pause may not move the look that shows the pause.
-        due = self._look_at if due is None else min(due, self._look_at)
+        # What comes first after a pause may not move the look that shows the pause. A deadline
+        # that has passed by now shows none: its tick was counted already.
+        due = self._look_at if due is None else min(max(due, self._loop.time()), self._look_at)
         self._timer = self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a silent member is lost: others are asked, and a starved process gets more time.
+"""When a silent member is dead: leases, looks at its process, and questions to other members.
 
-A part of the Membership. Before a member's lease ends, others are asked whether they reach it. If
-one does, only its path to the scheduler is cut. A process of the scheduler's machine that waits
-for a processor or a disk may be silent for longer. Pure, as the Membership is.
+A part of the Membership. A process of the scheduler's machine can be seen. One that is stopped is
+dead when its lease ends. One that waits for a processor or a disk may be silent for longer. About
+all others, other members are asked before the lease ends. If they reach such a member, only its
+path to the scheduler is cut. Where the process cannot be seen, its machine may be as busy as the
+scheduler's, so its lease is longer by the time in which the scheduler got no processor itself.
+Members that fell silent together are lost together. Pure, as the Membership is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastps.config import Config
-from fastps.control.actions import Phase
+from fastps.control.actions import Action, Phase
 from fastps.control.admission import Peer
 from fastps.control.blame import (
     MAX_ASKED,
@@ -31,6 +34,11 @@ from fastps.control.protocol import Confirm, Confirmed, Join, ToMember
 log = logging.getLogger(__name__)
 
 STARVED_S = 10.0  # beyond its lease, for a process of this machine that gets no processor
+NEVER = float("inf")
+# The kernel's letters for the state of a thread.
+STOPPED = ("T", "t", "Z", "X")
+WAITING = ("R", "D")  # for a processor or a disk
+SLEEPING = "S"  # until its next heartbeat
 
 
 class SilenceMixin:
@@ -40,6 +48,7 @@ class SilenceMixin:
     _config: Config
     _peers: dict[int, Peer]
     _state_of: Callable[[Join], str]
+    _slept: tuple[float, float]
 
     def _send(self, peer: int, message: ToMember) -> None:
         raise NotImplementedError
@@ -47,41 +56,113 @@ class SilenceMixin:
     def _drop(self, peer: int, cause: str, now: float) -> None:
         raise NotImplementedError
 
-    def _judged_at(self, member: Peer) -> float:
-        """Return when others are asked about a silent member, or when their answers count."""
-        if member.inquest is None:
-            return member.lease_until - confirm_s(self._config.lease_s)
-        return max(member.lease_until, member.inquest.until)
+    def _drain(self, now: float) -> list[Action]:
+        raise NotImplementedError
 
-    def _judge_silence(self, member: Peer, now: float) -> None:
-        """Ask others about a silent member before its lease ends, or take their answers."""
+    def pulse(self, peer: int, now: float) -> bool:
+        """Renew a lease; return False if the peer is not a member."""
+        member = self._peers.get(peer)
+        if member is None:
+            return False
+        self._renew(member, now)
+        return True
+
+    def delayed(self, seconds: float) -> None:
+        """Note a time in which the scheduler got no processor: other machines may be as busy."""
+        for member in self._peers.values():
+            member.late_s += seconds
+
+    def slept(self, now: float, seconds: float) -> list[Action]:
+        """Note that the scheduler itself was stopped: others may have been, and go on after it."""
+        self._slept = now, seconds
+        for member in self._peers.values():
+            member.late_s = max(member.late_s, now + self._config.lease_s - member.lease_until)
+            member.inquest = None
+        return self._drain(now)
+
+    def _renew(self, member: Peer, now: float) -> None:
+        """Begin a lease."""
+        member.lease_until = now + self._config.lease_s
+        member.judge_at = member.lease_until - confirm_s(self._config.lease_s)
+        member.inquest, member.late_s, member.seen = None, 0.0, ""
+        member.starved_until, member.asleep_since = 0.0, NEVER
+
+    def _judge_silences(self, now: float) -> None:
+        """Lose the silent members that are dead now."""
+        due = [item for item in self._peers.values() if item.judge_at <= now]
+        self._lose_silent([item for item in due if self._is_dead(item, now)], now)
+
+    def _is_dead(self, member: Peer, now: float) -> bool:
+        """Return whether a silent member is dead; if that is open, set when to look again."""
+        member.seen = self._state_of(member.join)
+        is_asleep = member.seen == SLEEPING
+        member.asleep_since = min(member.asleep_since, now) if is_asleep else NEVER
+        if not member.seen:
+            member.lease_until, member.late_s = member.lease_until + member.late_s, 0.0
+            ask_at = member.lease_until - confirm_s(self._config.lease_s)
+            if member.inquest is None and now < ask_at:
+                member.judge_at = ask_at
+                return False
+        if member.seen in STOPPED:
+            member.judge_at = self._end_of_lease(member)
+            return member.judge_at <= now
+        if member.seen in WAITING:
+            member.starved_until = member.starved_until or max(now, member.lease_until) + STARVED_S
+            if now < member.starved_until:
+                member.judge_at = max(self._end_of_lease(member), now + pulse_s(self._config))
+                return False
+        return self._is_unreached(member, now)
+
+    def _end_of_lease(self, member: Peer) -> float:
+        """Return when a lease ends. Where the scheduler was stopped, others may go on after it."""
+        return max(member.lease_until, self._slept[0] + pulse_s(self._config))
+
+    def _is_unreached(self, member: Peer, now: float) -> bool:
+        """Return whether others do not reach a silent member either; ask them first.
+
+        If its thread sleeps, it has sent a heartbeat just now, which is read before the next look.
+        """
         if member.inquest is None:
             member.inquest = self._begin_inquest(member, now)
         is_alive = member.inquest.is_alive(now)
-        if is_alive is False and member.lease_until <= now:
-            if self._is_starved(member, now):
-                member.lease_until = now + pulse_s(self._config)
-                return
-            self._drop(member.peer, self._silence_text(member, now), now)
-        elif is_alive:
+        if is_alive:
             log.log(
                 logging.INFO if member.is_cut else logging.WARNING,
-                "the path of %s to the scheduler is cut: others reach it, but its heartbeats do "
-                "not arrive", member.full_name,
+                "heartbeats of %s do not arrive, but others reach it: its path to the scheduler "
+                "is cut, or it gets no processor in time", member.full_name,
             )  # fmt: skip
-            member.inquest, member.is_cut = None, True
-            member.lease_until = now + self._config.lease_s
+            self._renew(member, now)
+            member.is_cut = True
+            return False
+        until = now if is_alive is False else member.inquest.until
+        if member.seen == SLEEPING:
+            until = max(until, member.asleep_since + pulse_s(self._config))
+        member.judge_at = max(self._end_of_lease(member), until)
+        return is_alive is False and member.judge_at <= now
 
-    def _is_starved(self, member: Peer, now: float) -> bool:
-        """Return whether a silent process waits for a processor or a disk, and may a while longer.
+    def _lose_silent(self, dead: Sequence[Peer], now: float) -> None:
+        """Lose dead members, once the leases of those that fell silent with them have ended."""
+        if not dead:
+            return
+        last = min(item.lease_until for item in dead) + self._spread_s
+        open_until = [
+            min(item.judge_at, last) for item in self._peers.values()
+            if item not in dead and item.lease_until <= last
+            and item.seen not in (*WAITING, SLEEPING)
+        ]  # fmt: skip
+        until = max(open_until, default=now)
+        if until > now:
+            for item in dead:
+                item.judge_at = until
+            return
+        texts = [(item.peer, self._silence_text(item, now)) for item in dead]
+        for peer, text in texts:
+            self._drop(peer, text, now)
 
-        If its thread sleeps, it has got one just now, and what it sent is read before the next
-        look.
-        """
-        before, member.seen = member.seen, self._state_of(member.join)
-        member.starved_until = member.starved_until or now + STARVED_S
-        waits = member.seen in ("R", "D") or (member.seen == "S" and before != "S")
-        return waits and now < member.starved_until
+    @property
+    def _spread_s(self) -> float:
+        """How far apart the leases end of members that fall silent together."""
+        return min(2 * pulse_s(self._config), self._config.lease_s / 3)
 
     def _begin_inquest(self, member: Peer, now: float, *, apart_from: int = 0) -> Inquest:
         """Ask others, apart from one, whether they reach a member, if there are any to ask."""
@@ -112,7 +193,7 @@ class SilenceMixin:
             if inquest is not None:
                 inquest.add(member.peer, is_reached=message.reached_ms is not None)
         if suspect.inquest is not None:
-            self._judge_silence(suspect, now)
+            suspect.judge_at = min(suspect.judge_at, now)  # once all that has arrived was read
 
     def _silence_text(self, member: Peer, now: float) -> str:
         """Return how a member was silent, alone or with its machine, and who confirms that."""

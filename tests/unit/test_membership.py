@@ -28,6 +28,7 @@ from fastps.control.protocol import (
     Tell,
     Told,
     Unheard,
+    ViewLost,
 )
 from fastps.launch.scheduler import ENDED_BY
 
@@ -534,6 +535,117 @@ class TestSilence:
             assert driver.machine.first_cause is None
             driver.advance(0.2)
         assert lost_of(driver, workers[0]).rank == 1
+
+    @pytest.mark.parametrize(("state", "lease_s"), [("T", 1.2), ("", 1.7)])
+    def test_only_the_unseen_get_the_time_in_which_the_scheduler_was_late(
+        self, state: str, lease_s: float
+    ) -> None:
+        driver = Driver(size=2, num_servers=0, lease_s=1.2)
+        workers = [driver.enter(pid=11), driver.enter(pid=12)]
+        driver.keep_alive()
+        driver.states[12] = state
+        driver.advance(0.7)
+        driver.machine.delayed(0.5)
+        driver.machine.pulse(workers[0], driver.now)
+        driver.advance(lease_s - 0.8)
+        assert driver.machine.first_cause is None
+        driver.machine.pulse(workers[0], driver.now)
+        driver.advance(0.2)
+        assert lost_of(driver, workers[0]).rank == 1
+
+    @pytest.mark.parametrize(("state", "more_s"), [("T", 0.2), ("", 1.2)])
+    def test_others_were_stopped_with_the_scheduler(self, state: str, more_s: float) -> None:
+        driver = Driver(size=2, num_servers=0, lease_s=1.2)
+        workers = [driver.enter(pid=11), driver.enter(pid=12)]
+        driver.keep_alive()
+        driver.states[12] = state
+        driver.now += 5.0
+        driver.machine.pulse(workers[0], driver.now)
+        driver.do(driver.machine.slept(driver.now, 4.9))
+        driver.advance(more_s - 0.1)
+        assert driver.machine.first_cause is None
+        driver.machine.pulse(workers[0], driver.now)
+        driver.advance(0.2)
+        assert lost_of(driver, workers[0]).rank == 1
+
+    def test_nobody_is_asked_about_who_can_be_seen(self) -> None:
+        driver, workers = self.started()
+        driver.states[100 + workers[3]] = "T"
+        self.silence(driver, workers[3])
+        assert not driver.events(workers[0], Confirm)
+        driver.advance(0.5)
+        assert lost_of(driver, workers[0]).rank == 3
+
+    def test_who_sleeps_and_is_not_heard_is_asked_about(self) -> None:
+        driver, workers = self.started()
+        driver.states[100 + workers[3]] = "S"
+        self.silence(driver, workers[3])
+        for peer in workers[:2]:
+            assert driver.events(peer, Confirm)
+            driver.say(peer, Confirmed(workers[3], 1))
+        driver.advance(5)
+        assert driver.machine.first_cause is None
+
+    def test_who_gets_no_processor_is_not_said_to_be_cut_off(self, caplog) -> None:
+        driver, workers = self.started()
+        driver.states[100 + workers[3]] = "R"
+        self.silence(driver, workers[3])
+        assert not driver.events(workers[0], Confirm)
+        driver.advance(1.0)
+        assert driver.machine.first_cause is None
+        assert not caplog.records
+
+
+class TestTogether:
+    """Members that fall silent together are lost together."""
+
+    def started(self, size: int, hosts: str, **settings: object) -> tuple[Driver, list[int]]:
+        driver = Driver(size=size, num_servers=0, lease_s=1.2, **settings)
+        driver.is_apart = True
+        return driver, [driver.enter(rank=rank, hostname=hosts[rank]) for rank in range(size)]
+
+    def beat(self, driver: Driver, peers: list[int], seconds: float) -> None:
+        """Let some members beat every 0.2 s, in turn."""
+        for n in range(round(seconds / 0.05)):
+            for place, peer in enumerate(peers):
+                if (n + place) % 4 == 0:
+                    driver.machine.pulse(peer, driver.now)
+            driver.advance(0.05)
+
+    def test_a_dark_machine_changes_the_view_at_one_time(self) -> None:
+        driver, workers = self.started(5, "abbbb", elastic_min=1)
+        self.beat(driver, workers, 2.0)
+        began = driver.now
+        while not driver.events(workers[0], ViewLost):
+            self.beat(driver, workers[:1], 0.05)
+        assert driver.now - began < 1.3
+        told = driver.events(workers[0], ViewLost)
+        assert sorted(one.lost.rank for one in told) == [1, 2, 3, 4]
+        assert "machine b does not answer: all 4 members there" in told[-1].lost.cause
+        driver.wait(workers[0])
+        assert job_of(driver, workers[0]).n_workers == 1
+
+    def test_who_comes_back_meanwhile_is_not_lost(self) -> None:
+        driver, workers = self.started(3, "abb", elastic_min=1)
+        driver.keep_alive()
+        self.beat(driver, workers[:1], 0.3)
+        driver.machine.pulse(workers[1], driver.now)
+        self.beat(driver, workers[:1], 1.15)
+        assert not driver.events(workers[0], ViewLost)  # worker 2 has been silent for 1.45 s
+        driver.machine.pulse(workers[1], driver.now)
+        self.beat(driver, workers[:1], 0.2)
+        (told,) = driver.events(workers[0], ViewLost)
+        assert told.lost.rank == 2
+
+    def test_one_that_only_starves_is_not_waited_for(self) -> None:
+        driver, workers = self.started(3, "aaa", elastic_min=1)
+        self.beat(driver, workers, 2.0)
+        driver.states[100 + workers[1]], driver.states[100 + workers[2]] = "T", "R"
+        began = driver.now
+        while not driver.events(workers[0], ViewLost):
+            self.beat(driver, workers[:1], 0.05)
+        assert driver.now - began < 1.21
+        assert workers[2] not in driver.closed
 
 
 class TestUnheard:

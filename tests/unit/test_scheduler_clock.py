@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from control_driver import make_config
 
 from fastps.control.scheduler import Scheduler
@@ -50,3 +51,26 @@ def test_a_pause_is_noticed_though_a_message_is_handled_first() -> None:
     assert when <= loop.now
     call(*given)
     assert noticed == [3.0]
+
+
+def test_a_time_is_counted_once() -> None:
+    """The deadline that was missed stays the next one until its tick is done."""
+
+    async def make() -> Scheduler:
+        return Scheduler(make_config(lease_s=6.0))
+
+    scheduler, loop = asyncio.run(make()), Loop()
+    scheduler._loop = loop
+    noticed: list[float] = []
+    scheduler.membership.delayed = noticed.append
+    scheduler.membership.next_deadline = lambda: 100.5
+    scheduler._look_at = loop.now + 1.0
+    scheduler._set_timer()
+    loop.now = 100.8
+    for _ in range(2):  # the second time before what the first one has begun is done
+        when, call, given = loop.due
+        assert when <= loop.now
+        call(*given)
+        scheduler._set_timer()
+        loop.now += 0.01
+    assert sum(noticed) == pytest.approx(0.31)
