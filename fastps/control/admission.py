@@ -38,7 +38,7 @@ class Peer:
     inquest: Inquest | None = None  # while others are asked whether it lives
     late_s: float = 0.0  # in which the scheduler got no processor, since the last heartbeat
     seen: str = ""  # what its silent thread did when the scheduler last looked
-    asleep_since: float = float("inf")  # how long it has been seen asleep
+    seen_since: float = 0.0  # when it was first seen in this state
     starved_until: float = 0.0  # when its silence counts, though it only waits for a processor
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     hearing: Inquest | None = None  # while others are asked whether they reach it as another says

@@ -34,7 +34,6 @@ from fastps.control.protocol import Confirm, Confirmed, Join, ToMember
 log = logging.getLogger(__name__)
 
 STARVED_S = 10.0  # beyond its lease, for a process of this machine that gets no processor
-NEVER = float("inf")
 # The kernel's letters for the state of a thread.
 STOPPED = ("T", "t", "Z", "X")
 WAITING = ("R", "D")  # for a processor or a disk
@@ -84,8 +83,8 @@ class SilenceMixin:
         """Begin a lease."""
         member.lease_until = now + self._config.lease_s
         member.judge_at = member.lease_until - confirm_s(self._config.lease_s)
-        member.inquest, member.late_s, member.seen = None, 0.0, ""
-        member.starved_until, member.asleep_since = 0.0, NEVER
+        member.inquest, member.late_s = None, 0.0
+        member.seen, member.starved_until = "", 0.0
 
     def _judge_silences(self, now: float) -> None:
         """Lose the silent members that are dead now."""
@@ -94,28 +93,28 @@ class SilenceMixin:
 
     def _is_dead(self, member: Peer, now: float) -> bool:
         """Return whether a silent member is dead; if that is open, set when to look again."""
-        member.seen = self._state_of(member.join)
-        is_asleep = member.seen == SLEEPING
-        member.asleep_since = min(member.asleep_since, now) if is_asleep else NEVER
-        if not member.seen:
+        seen = self._state_of(member.join)
+        if seen != member.seen:
+            member.seen, member.seen_since = seen, now
+        if not seen:
             member.lease_until, member.late_s = member.lease_until + member.late_s, 0.0
             ask_at = member.lease_until - confirm_s(self._config.lease_s)
             if member.inquest is None and now < ask_at:
                 member.judge_at = ask_at
                 return False
-        if member.seen in STOPPED:
-            member.judge_at = self._end_of_lease(member)
+        if seen in STOPPED:  # with this process, perhaps: then others go on a moment after it
+            member.judge_at = max(member.lease_until, self._seen_again_at(member))
             return member.judge_at <= now
-        if member.seen in WAITING:
+        if seen in WAITING:
             member.starved_until = member.starved_until or max(now, member.lease_until) + STARVED_S
             if now < member.starved_until:
-                member.judge_at = max(self._end_of_lease(member), now + pulse_s(self._config))
+                member.judge_at = max(member.lease_until, now + pulse_s(self._config))
                 return False
         return self._is_unreached(member, now)
 
-    def _end_of_lease(self, member: Peer) -> float:
-        """Return when a lease ends. Where the scheduler was stopped, others may go on after it."""
-        return max(member.lease_until, self._slept[0] + pulse_s(self._config))
+    def _seen_again_at(self, member: Peer) -> float:
+        """Return when a process has been seen in its state for the time between two heartbeats."""
+        return member.seen_since + pulse_s(self._config)
 
     def _is_unreached(self, member: Peer, now: float) -> bool:
         """Return whether others do not reach a silent member either; ask them first.
@@ -136,8 +135,8 @@ class SilenceMixin:
             return False
         until = now if is_alive is False else member.inquest.until
         if member.seen == SLEEPING:
-            until = max(until, member.asleep_since + pulse_s(self._config))
-        member.judge_at = max(self._end_of_lease(member), until)
+            until = max(until, self._seen_again_at(member))
+        member.judge_at = max(member.lease_until, until)
         return is_alive is False and member.judge_at <= now
 
     def _lose_silent(self, dead: Sequence[Peer], now: float) -> None:

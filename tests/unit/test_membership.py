@@ -523,7 +523,7 @@ class TestSilence:
         pass_time(3.0)
         assert lost_of(driver, workers[0]).rank == 1  # at some time it counts as hanging
 
-    @pytest.mark.parametrize("states", ["T", " ", "SS", "RSS"])
+    @pytest.mark.parametrize("states", ["TT", " ", "SS", "RSS", "RTT"])
     def test_who_was_stopped_is_not_waited_for(self, states: str) -> None:
         driver = Driver(size=2, num_servers=0, lease_s=1.2)
         workers = [driver.enter(pid=11), driver.enter(pid=12)]
