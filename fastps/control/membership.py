@@ -657,7 +657,8 @@ class Membership(SilenceMixin, TestimonyMixin):
             rank = group.index(member) if member.rank is None else member.rank
             text = f"{cause}, before the job had started"
             join = member.join
-            self._missing.note_closed(Absent(join.role, rank, join.hostname, join.pid, text), now)
+            absent = Absent(join.role, rank, join.hostname, join.pid, text)
+            self._missing.note_lost(absent, now, may_be_reported=bool(member.ended))
 
     def _lost(self, member: Peer, cause: str) -> PeerLost:
         join, goes_on = member.join, self._can_spare(member)

@@ -4,7 +4,7 @@
 Pure; the Membership queries it and writes the log. A launcher reports a process that ended before
 it joined, which no connection shows; if that process has a rank, no other can replace it. For a
 process that joined and died, the launcher's report tells more than the end of its connection, so
-the latter counts a moment later.
+the latter counts a moment later. One that is silent has not ended, so nothing more is awaited.
 """
 
 from __future__ import annotations
@@ -57,30 +57,34 @@ class MissingMembers:
         self._word_s = word_s
         self._machines = machines
         self._ended: dict[Place, Absent] = {}
-        self._closed: dict[Place, tuple[float, Absent]] = {}  # and when that counts
+        self._lost: dict[Place, tuple[float, Absent]] = {}  # and when that counts
 
     def add(self, message: Absent) -> None:
         """Record a launcher's report, the first one of a place."""
         self._ended.setdefault((message.role, message.rank), message)
 
-    def note_closed(self, message: Absent, now: float) -> None:
-        """Record that the connection ended of a member for which others wait."""
-        self._closed.setdefault((message.role, message.rank), (now + self._word_s, message))
+    def note_lost(self, message: Absent, now: float, *, may_be_reported: bool) -> None:
+        """Record the loss of a member for which others wait.
+
+        may_be_reported: its connection ended, and its launcher may know how.
+        """
+        due = now + self._word_s * may_be_reported
+        self._lost.setdefault((message.role, message.rank), (due, message))
 
     def first(self, present: set[Place], now: float, *, is_first_start: bool) -> Absent | None:
         """Return the first process that has ended and is not a member, if any.
 
         is_first_start: at later starts the job may no longer need an ended process.
         """
-        closed = {place: end for place, (due, end) in self._closed.items() if due <= now}
-        for place in closed:
-            del self._closed[place]
-        ended = closed | self._ended if is_first_start else closed
+        lost = {place: end for place, (due, end) in self._lost.items() if due <= now}
+        for place in lost:
+            del self._lost[place]
+        ended = lost | self._ended if is_first_start else lost
         return next((ended[place] for place in ended if place not in present), None)
 
     def next_deadline(self) -> float:
         """Return the time when the result of first() may change."""
-        return min((due for due, _ in self._closed.values()), default=NEVER)
+        return min((due for due, _ in self._lost.values()), default=NEVER)
 
     def describe(self, role: str, total: int, present: Sequence[Peer]) -> Iterator[str]:
         """Yield the number of members that joined, and the missing ranks if ranks are known."""

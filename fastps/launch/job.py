@@ -252,16 +252,27 @@ class Job:
     def _has_settled(self) -> bool:
         """Return whether the parts that failed have had the time to be followed by others.
 
-        A process that they accuse, and that ends by itself, gets the grace period for that.
+        A process that they accuse, and that ends by itself, gets the grace period for that. One
+        that is stopped does not end.
         """
-        if self._settled_at is None or time.monotonic() < self._settled_at:
+        if self._settled_at is None:
             return False
         accusation, accused = self._accused()
+        if accusation is not None and self._is_stopped(accusation, accused):
+            return True
+        if time.monotonic() < self._settled_at:
+            return False
         if accused is None or not accused.is_alive or self._has_waited:
             return True
         self._has_waited = accusation is not None and accusation.is_about_an_end
         self._settled_at += self._grace_s if self._has_waited else 0.0
         return not self._has_waited
+
+    def _is_stopped(self, accusation: Accusation, accused: Part | None) -> bool:
+        """Return whether an accused process of this launcher is stopped."""
+        if accusation.role == SchedulerProcess.role:
+            return self._scheduler is not None and self._scheduler.is_stopped
+        return isinstance(accused, Child) and accused.is_stopped
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         waits = [_TICK_S if self._live is None else PERIOD_S]

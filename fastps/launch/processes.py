@@ -97,10 +97,7 @@ class Child(Subprocess):
     @property
     def is_stopped(self) -> bool:
         """Return whether a signal such as SIGSTOP has stopped the process."""
-        with contextlib.suppress(OSError):
-            state = pathlib.Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2]
-            return self.is_alive and state.split()[0] == b"T"
-        return False
+        return self.is_alive and is_stopped(self.pid)
 
     def notice_end(self) -> bool:
         """Reap the process if it has ended; return whether it has since the last call."""
@@ -139,6 +136,14 @@ class Child(Subprocess):
     def describe_end(self) -> str:
         """Return in words how the process ended."""
         return describe_death(self.exit_code or 0, self._memory_kills)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process that was not reaped yet."""
+    with contextlib.suppress(OSError):
+        state = pathlib.Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+        return state.split()[0] == b"T"
+    return False
 
 
 def describe_death(code: int, kills_before: int) -> str:

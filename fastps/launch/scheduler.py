@@ -43,7 +43,7 @@ from fastps.errors import ProtocolError
 from fastps.launch import survival
 from fastps.launch.limits import memory_kills
 from fastps.launch.output import Stream
-from fastps.launch.processes import describe_death, fork
+from fastps.launch.processes import describe_death, fork, is_stopped
 from fastps.launch.scheduler_process import INQUIRY_S, LaunchedScheduler
 from fastps.transport import sockets
 
@@ -112,6 +112,11 @@ class SchedulerProcess:
     def fileno(self) -> int:
         """Return the descriptor that becomes readable when receive_news() has something to do."""
         return self._events.fileno()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a signal such as SIGSTOP has stopped the process."""
+        return self.is_alive and is_stopped(self.pid)
 
     def notice_end(self) -> bool:
         """Reap the process if it has ended; return whether it has since the last call."""

@@ -216,6 +216,18 @@ class TestJoining:
             assert f"{role} {number} (b, pid 77) is lost: it was killed, before the job" in text
         assert driver.machine.next_deadline() is not None
 
+    def test_who_falls_silent_before_the_start_ends_it_with_its_lease(self) -> None:
+        driver = Driver(size=3, num_servers=0, lease_s=1.2)
+        waiting, silent = driver.enter(rank=0), driver.enter(rank=1)
+        driver.keep_alive()
+        driver.states[100 + silent] = "T"
+        driver.advance(1.1)
+        driver.machine.pulse(waiting, driver.now)
+        driver.advance(0.11)
+        text = failure_of(driver, waiting).message
+        assert "worker 1" in text
+        assert "silent for longer than its lease" in text
+
     def test_the_place_of_one_who_died_is_free_for_a_moment(self) -> None:
         driver = Driver(size=3, num_servers=0)
         waiting = driver.enter(rank=0)
