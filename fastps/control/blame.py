@@ -249,13 +249,21 @@ def unheard_text(seconds: float) -> str:
 def stopped_text(slept_s: float, name: str) -> str:
     """Return why the scheduler itself is to blame; name: of a member that has given up."""
     return (
-        f"its process was stopped for {slept_s:.1f} s, and {name} gave it up; raise "
-        "FASTPS_LEASE_S if such pauses are normal"
+        f"its process was stopped for {slept_s:.1f} s, or got no processor, and {name} gave it "
+        "up; raise FASTPS_LEASE_S if such pauses are normal"
     )
 
 
-def deaf_text(seconds: float) -> str:
-    """Return why a member is lost that has not heard a scheduler which was not stopped."""
+def deaf_text(seconds: float, slept_s: float) -> str:
+    """Return why a member is lost that has not heard the scheduler.
+
+    slept_s: how long the scheduler itself was stopped, 0 if it was not.
+    """
+    if slept_s:
+        return (
+            f"it has not heard the scheduler for {seconds:.1f} s, whose process was stopped for "
+            f"{slept_s:.1f} s, or got no processor"
+        )
     return (
         f"it has not heard the scheduler for {seconds:.1f} s, which runs: it was stopped, or the "
         "path to it is cut"

@@ -806,12 +806,21 @@ class Membership(SilenceMixin, TestimonyMixin):
     def _give_up(self, member: Peer, message: Unheard, now: float) -> None:
         """Lose a member that has given up the scheduler, or the scheduler if that was stopped."""
         until, slept_s = self._slept
-        was_stopped = until > now - self._config.lease_s and slept_s > self._config.lease_s / 2
-        if was_stopped and self.phase is Phase.RUNNING and not self._goes_on:
-            text = stopped_text(slept_s, member.full_name)
-            self._fail_job(PeerLost("scheduler", 0, self._config.scheduler_host, 0, text))
+        if until <= now - self._config.lease_s or slept_s <= self._config.lease_s / 2:
+            slept_s = 0.0
+        if slept_s and self._is_awaited([member]) and not self._goes_on:
+            self._fail_job(self._scheduler_lost(stopped_text(slept_s, member.full_name)))
             self._dismiss([item for item in self._leaving() if item is not member])
-        self._drop(member.peer, deaf_text(message.seconds), now)
+        self._drop(member.peer, deaf_text(message.seconds, slept_s), now)
+
+    def _is_awaited(self, without: Sequence[Peer]) -> bool:
+        """Return whether the job runs, or others than some members await its start."""
+        others = (item for item in self._peers.values() if item not in without)
+        is_start = self._is_starting and any(item.start_request for item in others)
+        return is_start or self.phase is Phase.RUNNING or self.is_changing
+
+    def _scheduler_lost(self, text: str) -> PeerLost:
+        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, text)
 
     def _relay(self, member: Peer, message: Tell) -> None:
         """Send a worker's data to the workers it names."""

@@ -532,7 +532,8 @@ class Scheduler:
         self._look_at = now + self._config.lease_s / LOOKS_IN_LEASE
         if now - due > OVERSLEPT * self._config.lease_s:
             level = logging.WARNING if now - due > self._config.lease_s else logging.INFO
-            log.log(level, "the scheduler itself was stopped for %.1f s", now - due)
+            text = "the scheduler itself was stopped for %.1f s, or got no processor"
+            log.log(level, text, now - due)
             self._do(self.membership.slept(now, now - due))
         else:
             self.membership.delayed(now - due)

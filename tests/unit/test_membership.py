@@ -661,6 +661,23 @@ class TestTogether:
 
 
 class TestUnheard:
+    def test_a_member_gives_up_the_scheduler_before_the_start(self) -> None:
+        driver = Driver(lease_s=10)
+        waiting, gone = driver.enter(), driver.enter()
+        driver.do(driver.machine.slept(driver.now, 9.0))
+        driver.say(gone, Unheard(10.1))
+        lost = lost_of(driver, waiting)
+        assert lost.role == "scheduler"
+        assert "its process was stopped for 9.0 s, or got no processor, and worker" in lost.cause
+
+    def test_the_only_one_gives_up_a_scheduler_that_was_stopped(self, caplog) -> None:
+        driver = Driver(lease_s=10)
+        gone = driver.enter()
+        driver.do(driver.machine.slept(driver.now, 9.0))
+        driver.say(gone, Unheard(10.1))
+        assert "whose process was stopped for 9.0 s" in caplog.text
+        assert "which runs" not in caplog.text
+
     @pytest.mark.parametrize(("slept_s", "role"), [(9.0, "scheduler"), (1.0, "worker")])
     def test_a_member_gives_up_the_scheduler(self, slept_s: float, role: str) -> None:
         driver = Driver(lease_s=10)
@@ -671,7 +688,7 @@ class TestUnheard:
         lost = driver.machine.first_cause
         assert lost is not None
         assert (lost.role, lost.rank) == (role, 1 if role == "worker" else 0)
-        words = "its process was stopped for 9.0 s, and worker 1"
+        words = "its process was stopped for 9.0 s, or got no processor, and worker 1"
         if role == "worker":
             words = "not heard the scheduler for 10.1 s"
         assert words in lost.cause
