@@ -246,6 +246,24 @@ def unheard_text(seconds: float) -> str:
     )
 
 
+def cut_off_text(heard: Iterable[tuple[str, bool]]) -> str:
+    """Return why the scheduler is to blame for the silence of others; empty if it is not.
+
+    heard: the machine of each member, and whether the member is heard. A scheduler that hears one
+    machine at most, its own, and two or more others no longer, is cut off itself.
+    """
+    found: dict[str, bool] = {}
+    for machine, is_heard in heard:
+        found[machine] = found.get(machine, False) or is_heard
+    silent = sorted(machine for machine, is_heard in found.items() if not is_heard)
+    if len(silent) < 2 or len(found) - len(silent) > 1:
+        return ""
+    return (
+        "its machine is cut off: it hears no member on other machines any more "
+        f"({join_names(silent)}); check the network of the machine that the scheduler runs on"
+    )
+
+
 def stopped_text(slept_s: float, name: str) -> str:
     """Return why the scheduler itself is to blame; name: of a member that has given up."""
     return (

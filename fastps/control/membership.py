@@ -671,6 +671,12 @@ class Membership(SilenceMixin, TestimonyMixin):
         is_in = self.is_changing or (member.has_started and self.phase is Phase.RUNNING)
         return is_in and 0 < self._config.elastic_min <= len(left)
 
+    def _ends_without(self, dead: Sequence[Peer]) -> bool:
+        """Return whether the job, or its start, ends when members are lost together."""
+        left = [item for item in self._programs() if item not in dead and item.is_staying]
+        goes_on = 0 < self._config.elastic_min <= len(left) or all(map(self._can_spare, dead))
+        return self._is_awaited(dead) and (self._is_starting or not goes_on)
+
     def _is_last(self, member: Peer) -> bool:
         """Return whether all other workers of an elastic job left in order, and are enough."""
         others = [item for item in self._programs() if item is not member and item.is_staying]

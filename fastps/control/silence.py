@@ -23,13 +23,14 @@ from fastps.control.blame import (
     VOTES,
     Inquest,
     confirm_s,
+    cut_off_text,
     life_text,
     machine_text,
     pulse_s,
     silence_text,
     unreached_text,
 )
-from fastps.control.protocol import Confirm, Confirmed, Join, ToMember
+from fastps.control.protocol import Confirm, Confirmed, Join, PeerLost, ToMember
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,15 @@ class SilenceMixin:
         raise NotImplementedError
 
     def _drop(self, peer: int, cause: str, now: float) -> None:
+        raise NotImplementedError
+
+    def _ends_without(self, dead: Sequence[Peer]) -> bool:
+        raise NotImplementedError
+
+    def _fail_job(self, cause: PeerLost) -> None:
+        raise NotImplementedError
+
+    def _scheduler_lost(self, text: str) -> PeerLost:
         raise NotImplementedError
 
     def _drain(self, now: float) -> list[Action]:
@@ -155,6 +165,8 @@ class SilenceMixin:
                 item.judge_at = until
             return
         texts = [(item.peer, self._silence_text(item, now)) for item in dead]
+        if (text := self._cut_off_text(dead, now)) and self._ends_without(dead):
+            self._fail_job(self._scheduler_lost(text))
         for peer, text in texts:
             self._drop(peer, text, now)
 
@@ -193,6 +205,18 @@ class SilenceMixin:
                 inquest.add(member.peer, is_reached=message.reached_ms is not None)
         if suspect.inquest is not None:
             suspect.judge_at = min(suspect.judge_at, now)  # once all that has arrived was read
+
+    def _cut_off_text(self, dead: Sequence[Peer], now: float) -> str:
+        """Return why the scheduler is to blame for the silence of members; empty if it is not."""
+        silent_s = self._config.lease_s / 2
+        return cut_off_text(
+            (
+                item.join.hostname,
+                item not in dead
+                and (item.seen in WAITING or self._silent_s(item, now) < silent_s),
+            )
+            for item in self._peers.values()
+        )
 
     def _silence_text(self, member: Peer, now: float) -> str:
         """Return how a member was silent, alone or with its machine, and who confirms that."""

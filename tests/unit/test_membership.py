@@ -516,6 +516,30 @@ class TestSilence:
         assert lost.rank == 3
         assert "machine b does not answer: all 2 members there are silent" in lost.cause
 
+    def test_the_silence_of_all_other_machines_is_that_of_the_schedulers(self) -> None:
+        driver, workers = self.started(4, w1="b", w2="c", w3="d")
+        self.silence(driver, *workers[1:])
+        driver.advance(0.6)
+        lost = lost_of(driver, workers[0])
+        assert (lost.role, lost.host) == ("scheduler", driver.config.scheduler_host)
+        assert "its machine is cut off: it hears no member on other machines" in lost.cause
+        assert "(b, c, d)" in lost.cause
+
+    def test_a_start_that_waits_names_the_machine_that_is_cut_off(self) -> None:
+        driver = Driver(size=4, num_servers=0, lease_s=10)
+        workers = [driver.enter(rank=rank, hostname="abc"[rank]) for rank in range(3)]
+        driver.keep_alive()
+        self.silence(driver, *workers[1:])
+        driver.advance(1.0)
+        assert lost_of(driver, workers[0]).role == "scheduler"
+
+    def test_processes_that_end_on_two_machines_are_no_silence(self) -> None:
+        driver, workers = self.started(3, w1="b", w2="c")
+        self.silence(driver)
+        for peer in workers[1:]:
+            driver.die(peer)
+        assert lost_of(driver, workers[0]).rank == 1
+
     def test_who_gets_no_processor_is_waited_for(self) -> None:
         driver = Driver(size=2, num_servers=0, lease_s=1)
         workers = [driver.enter(pid=11), driver.enter(pid=12)]

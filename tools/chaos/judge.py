@@ -92,11 +92,13 @@ def dead_of(event: Event, layout: Layout) -> set[tuple[str, int]]:
 def culprits(event: Event, layout: Layout, machine: int) -> re.Pattern[str]:
     """Return what an error or a last line on a machine must name at least one of.
 
-    A machine that a split has cut off from the scheduler has to name the scheduler.
+    A machine that a split has cut off from the scheduler has to name the scheduler, as the
+    scheduler's own machine has to where all others are on the other side.
     """
     names: list[str] = []
     if event.kind == "split":
-        machines: tuple[int, ...] = (0,) if machine in event.side else ()
+        is_alone = len(event.side) == len(layout.machines) - 1  # the scheduler's machine
+        machines: tuple[int, ...] = (0,) if is_alone or machine in event.side else ()
         members = [one for off in event.side for one in layout.members_of(off) if not machines]
     elif event.kind in CUTS:
         members = [*layout.members_of(event.rank), *layout.members_of(event.other)]
