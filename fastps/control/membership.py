@@ -115,13 +115,14 @@ class Membership(SilenceMixin, TestimonyMixin):
         *,
         now: float,
         machines: Mapping[Place, str] | None = None,
-        state_of: Callable[[Join], str] = lambda _: "",
+        state_of: Callable[[int, Join], str] = lambda *_: "",
         replay: Sequence[ViewRecord] = (),
     ) -> None:
         """Open the first lobby; machines: of future members, as far as a launcher knows them.
 
-        state_of: returns the state of the thread that sends a member's heartbeats, if its process
-        can be seen from here. replay: views of another job, which this one makes again.
+        state_of: returns the state of the thread that sends a peer's heartbeats, if its process
+        can be seen from here, or UNREACHED. replay: views of another job, which this one makes
+        again.
         """
         self.phase = Phase.LOBBY
         self.generation = 1

@@ -28,6 +28,7 @@ from msgspec.structs import replace
 
 from fastps._core import Beats
 from fastps.config import Config
+from fastps.control.acknowledged import is_unacknowledged
 from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
 from fastps.control.blame import broke_text, pulse_s
 from fastps.control.identity import host_id
@@ -55,6 +56,7 @@ from fastps.control.protocol import (
     pack,
     unpack_to_scheduler,
 )
+from fastps.control.silence import UNREACHED
 from fastps.control.start_watch import Place
 from fastps.control.view_log import ViewRecord, read_records, write_records
 from fastps.errors import ConfigError, ProtocolError
@@ -115,7 +117,7 @@ class Scheduler:
             config,
             now=time.monotonic(),
             machines=machines,
-            state_of=_state_of,
+            state_of=self._state_of,
             replay=_views_to_replay(config),
         )
         self._views: list[ViewRecord] = []  # that have ended
@@ -515,6 +517,16 @@ class Scheduler:
         for number in self._beaten.pop(peer, ()):
             self._beats.remove(number)
 
+    def _state_of(self, peer: int, join: Join) -> str:
+        """Return what the thread of a member's heartbeats does, as far as it is seen from here."""
+        if join.host_id == host_id():
+            return state_of(join.pid, PULSE)
+        writer = self._pulses.get(peer)
+        if writer is None:
+            return ""
+        sock = writer.get_extra_info("socket")
+        return UNREACHED if is_unacknowledged(sock, self._config.lease_s / 3) else ""
+
     def _set_timer(self) -> None:
         self._is_timer_due = False
         if self._timer is not None:
@@ -592,11 +604,6 @@ def _begin_view_log(config: Config) -> None:
         write_records(config.view_log, [])
     except OSError as error:
         raise ConfigError(f"FASTPS_VIEW_LOG={config.view_log}: {text_of(error)}") from error
-
-
-def _state_of(join: Join) -> str:
-    """Return what the thread of a member's heartbeats does, empty on another machine."""
-    return state_of(join.pid, PULSE) if join.host_id == host_id() else ""
 
 
 def _job_token(config: Config) -> Token:

@@ -5,7 +5,8 @@ A part of the Membership. A process of the scheduler's machine can be seen. One 
 dead when its lease ends. One that waits for a processor or a disk may be silent for longer. About
 all others, other members are asked before the lease ends. If they reach such a member, only its
 path to the scheduler is cut. Where the process cannot be seen, its machine may be as busy as the
-scheduler's, so its lease is longer by the time in which the scheduler got no processor itself.
+scheduler's, so its lease is longer by the time in which the scheduler got no processor itself. A
+machine that acknowledges no bytes is not only busy.
 Members that fell silent together are lost together. Pure, as the Membership is.
 """
 
@@ -39,6 +40,7 @@ STARVED_S = 10.0  # beyond its lease, for a process of this machine that gets no
 STOPPED = ("T", "t", "Z", "X")
 WAITING = ("R", "D")  # for a processor or a disk
 SLEEPING = "S"  # until its next heartbeat
+UNREACHED = "-"  # on another machine, which acknowledges nothing any more
 
 
 class SilenceMixin:
@@ -47,7 +49,7 @@ class SilenceMixin:
     phase: Phase
     _config: Config
     _peers: dict[int, Peer]
-    _state_of: Callable[[Join], str]
+    _state_of: Callable[[int, Join], str]
     _slept: tuple[float, float]
 
     def _send(self, peer: int, message: ToMember) -> None:
@@ -103,7 +105,7 @@ class SilenceMixin:
 
     def _is_dead(self, member: Peer, now: float) -> bool:
         """Return whether a silent member is dead; if that is open, set when to look again."""
-        seen = self._state_of(member.join)
+        seen = self._state_of(member.peer, member.join)
         if seen != member.seen:
             member.seen, member.seen_since = seen, now
         if not seen:
@@ -130,6 +132,7 @@ class SilenceMixin:
         """Return whether others do not reach a silent member either; ask them first.
 
         If its thread sleeps, it has sent a heartbeat just now, which is read before the next look.
+        What reaches its machine again is acknowledged before that, too.
         """
         if member.inquest is None:
             member.inquest = self._begin_inquest(member, now)
@@ -144,7 +147,7 @@ class SilenceMixin:
             member.is_cut = True
             return False
         until = now if is_alive is False else member.inquest.until
-        if member.seen == SLEEPING:
+        if member.seen in (SLEEPING, UNREACHED):
             until = max(until, self._seen_again_at(member))
         member.judge_at = max(member.lease_until, until)
         return is_alive is False and member.judge_at <= now

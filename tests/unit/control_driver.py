@@ -70,7 +70,7 @@ class Driver:
         self.states: dict[int, str] = {}  # of the threads that send heartbeats, by process
         self.machine = Membership(
             self.config, now=self.now, machines=machines, replay=views,
-            state_of=lambda join: self.states.get(join.pid, ""),
+            state_of=lambda peer, join: self.states.get(join.pid, ""),
         )  # fmt: skip
         self.sent: dict[int, list[ToMember]] = {}
         self.closed: set[int] = set()

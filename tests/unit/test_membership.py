@@ -30,6 +30,7 @@ from fastps.control.protocol import (
     Unheard,
     ViewLost,
 )
+from fastps.control.silence import UNREACHED
 from fastps.launch.scheduler import ENDED_BY
 
 
@@ -572,7 +573,7 @@ class TestSilence:
             driver.advance(0.2)
         assert lost_of(driver, workers[0]).rank == 1
 
-    @pytest.mark.parametrize(("state", "lease_s"), [("T", 1.2), ("", 1.7)])
+    @pytest.mark.parametrize(("state", "lease_s"), [("T", 1.2), ("", 1.7), (UNREACHED, 1.2)])
     def test_only_the_unseen_get_the_time_in_which_the_scheduler_was_late(
         self, state: str, lease_s: float
     ) -> None:
@@ -603,6 +604,16 @@ class TestSilence:
         driver.machine.pulse(workers[0], driver.now)
         driver.advance(0.2)
         assert lost_of(driver, workers[0]).rank == 1
+
+    def test_others_may_reach_a_machine_that_acknowledges_nothing(self) -> None:
+        driver, workers = self.started()
+        driver.states[100 + workers[3]] = UNREACHED
+        self.silence(driver, workers[3])
+        for peer in workers[:2]:
+            assert driver.events(peer, Confirm)
+            driver.say(peer, Confirmed(workers[3], 1))
+        driver.advance(5)
+        assert driver.machine.first_cause is None
 
     def test_nobody_is_asked_about_who_can_be_seen(self) -> None:
         driver, workers = self.started()
