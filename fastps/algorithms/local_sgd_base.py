@@ -29,7 +29,7 @@ from fastps.algorithms.local_blocks import Block, Blocks, ParticipationSchedule
 from fastps.algorithms.outer import Outer
 from fastps.algorithms.server_rounds import ServerRounds
 from fastps.contract.rule import Choice as Rule
-from fastps.session.current import check_not_elastic, current
+from fastps.session.current import check_not_elastic, current, in_one_scope
 from fastps.types import DType
 from fastps.worker.handle import Array, Waitable
 
@@ -264,20 +264,17 @@ class LocalSteps(Blocks):
             ):
                 handles += self._servers.start(name, change, value, sends=sends)
             return handles
-        session: Any = current()
-        scope = session.scope() if session.is_elastic else None
-        how = {} if scope is None else {"scope": scope}
-        for change, name, code, sends in zip(
-            fragment.changes, fragment.names, fragment.codes, fragment.sends, strict=True
-        ):
-            if sends:
-                one = session.push_pull_async(change, name, out=change, dtype=code, **how)
-            else:
-                one = session.push_pull_async([change], [name], out=[change], dtype=code,
-                                                gives=False)  # fmt: skip
-            handles.append(one)
-        if scope is not None:
-            scope.close()
+        session = current()
+        with in_one_scope(session) as scope:
+            for change, name, code, sends in zip(
+                fragment.changes, fragment.names, fragment.codes, fragment.sends, strict=True
+            ):
+                if sends:
+                    one = session.push_pull_async(change, name, out=change, dtype=code, **scope)
+                else:
+                    one = session.push_pull_async([change], [name], out=[change], dtype=code,
+                                                    gives=False)  # fmt: skip
+                handles.append(one)
         return handles
 
     def _apply(self, fragment: Fragment) -> None:

@@ -36,9 +36,10 @@ from fastps.ops.start import start_allreduce
 from fastps.session import current
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of, numpy_dtype
-from fastps.worker.handle import Array, Waitable
+from fastps.worker.handle import Array, Handle, Waitable
 
 if TYPE_CHECKING:
+    from fastps.session.elastic import Scope
     from fastps.session.session import Session
 
 Arrays: TypeAlias = Sequence[Array] | BorrowedMemory
@@ -220,7 +221,9 @@ class ArrayExchange:
         ]
         self._codings = [codecs[places[0]][0] for places in self.plan]
         self._home: Callable[[], Session | None] = lambda: None
-        self._is_declared = False
+        self._is_declared = self._is_unit = False
+        self._scope: Scope | None = None  # of the step that starts, in an elastic job
+        self._in_scope: set[int] = set()  # buckets that have started in it
         self._started: dict[int, _Started] = {}
         self._ended: list[_Started] = []
 
@@ -260,14 +263,35 @@ class ArrayExchange:
         if not number and self._is_declared:
             current.current().routes.group(self._label, [each.name for each in self._buckets])
         some = self.specs if not number else bucket.specs  # the first bucket describes all arrays
-        handle = start_allreduce(
-            read, written, self._terms.op, bucket.name, self._terms.process_set, dtype=bucket.code,
-            priority=-self.plan[number][0],
-            brought=tuple((int(one.dtype), one.shape) for one in some),
-        )  # fmt: skip
+        if self._is_unit:
+            handle = self._start_in_scope(number, read, written)
+        else:
+            handle = start_allreduce(
+                read, written, self._terms.op, bucket.name, self._terms.process_set,
+                dtype=bucket.code, priority=-self.plan[number][0],
+                brought=tuple((int(one.dtype), one.shape) for one in some),
+            )  # fmt: skip
         self._started[number] = _Started(
             handle, bucket, sources if outs is None else outs, (keep, read, written)
         )
+
+    def _start_in_scope(self, number: int, read: Array, written: Array) -> Handle[Any]:
+        """Start the sum of a bucket in an elastic job: all of a step are of the same workers.
+
+        The last bucket of the step closes its scope.
+        """
+        session: Any = current.current()
+        bucket, scope = self._buckets[number], self._scope or session.scope()
+        handle: Handle[Any] = session.push_pull_async(
+            read, bucket.name, average=self._terms.op is Average, out=written, dtype=bucket.code,
+            priority=-self.plan[number][0], scope=scope,
+        )  # fmt: skip
+        self._scope = scope
+        self._in_scope.add(number)
+        if len(self._in_scope) == len(self.plan):
+            scope.close()
+            self._scope, self._in_scope = None, set()
+        return handle
 
     def finish(self, outs: Arrays) -> None:
         """Wait for all buckets, without the GIL, and write all results, in the order of specs.
@@ -278,8 +302,16 @@ class ArrayExchange:
             one.bucket.store(outs, are_all=True)
 
     def finish_bucket(self, number: int) -> None:
-        """Wait for one bucket and write its results to the outs of start(); as finish()."""
+        """Wait for one bucket and write its results to the outs of start(); as finish().
+
+        Not in an elastic job, where buckets are complete together: see finish_each().
+        """
         for one in self._wait([number]):
+            one.bucket.store(one.outs)
+
+    def finish_each(self) -> None:
+        """Wait for all buckets and write their results to the outs of start(); as finish()."""
+        for one in self._wait(range(len(self.plan))):
             one.bucket.store(one.outs)
 
     def end(self) -> None:
@@ -312,10 +344,12 @@ class ArrayExchange:
         session = current.current()
         if self._home() is not session:
             self._started.clear()
+            self._scope, self._in_scope = None, set()
             for bucket in self._buckets:
                 bucket.make_room(session)
             is_global = self._terms.process_set is global_process_set
             self._is_declared = is_global and not session.config.goes_on
+            self._is_unit = is_global and session.is_elastic
             if self._is_declared:
                 self._declare(session)
             self._home = weakref.ref(session)

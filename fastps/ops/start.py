@@ -28,7 +28,7 @@ from fastps.collectives.staged import Stages
 from fastps.errors import (
     ArgumentError,
 )
-from fastps.session.current import current
+from fastps.session.current import current, in_one_scope
 from fastps.session.process_sets import (
     ProcessSet,
     checked_set,
@@ -125,14 +125,54 @@ def start_grouped(
 
     The result has for each an array, its own at best if is_in_place, times a factor.
     """
+    is_elastic = current().is_elastic
+    if is_elastic:
+        names = [f"{name}.{place}" for place in range(len(arrays))]
+        if name is not None and all(
+            _goes_by_servers([one], [label], op, process_set, code)
+            for one, label, code in zip(arrays, names, codes, strict=True)
+        ):
+            return _start_in_scope(arrays, op, name, names, codes, is_in_place, factor)
+        is_in_place = False  # a part could be there before another is lost
     parts: list[_Part] = []
     brought = _brought_of(arrays, codes)
-    for code in dict.fromkeys(codes):
-        places = [place for place, one in enumerate(codes) if one is code]
+    for code, places in _by_dtype(codes):
         all_brought = () if parts else brought
         parts += _start_some(
-            arrays, places, op, name, process_set, code, is_in_place, all_brought, factor
-        )
+            arrays, places, op, name, process_set, code, is_in_place, all_brought, factor,
+            is_apart=is_elastic,
+        )  # fmt: skip
+    return _joined(parts, len(arrays))
+
+
+def _by_dtype(codes: Sequence[DType]) -> list[tuple[DType, list[int]]]:
+    """Return the places of each dtype."""
+    return [
+        (code, [place for place, one in enumerate(codes) if one is code])
+        for code in dict.fromkeys(codes)
+    ]
+
+
+def _start_in_scope(
+    arrays: Sequence[Array],
+    op: Op,
+    name: str,
+    names: Sequence[str],
+    codes: Sequence[DType],
+    is_in_place: bool,
+    factor: float,
+) -> Handle[list[Array]]:
+    """Start to all-reduce arrays in an elastic job, so that all are of the same workers."""
+    session, parts = current(), list[_Part]()
+    session.routes.group(name, names)
+    with in_one_scope(session) as scope:
+        for code, places in _by_dtype(codes):
+            some = [arrays[place] for place in places]
+            handle = session.push_pull_async(
+                some, [names[place] for place in places], average=op is Average, dtype=code,
+                out=some if is_in_place else None, **scope,
+            )  # fmt: skip
+            parts.append(_Part(handle.scale(factor, code), places, list))
     return _joined(parts, len(arrays))
 
 
@@ -158,17 +198,20 @@ def _start_some(
     is_in_place: bool,
     brought: Brought,
     factor: float,
+    *,
+    is_apart: bool = False,
 ) -> list[_Part]:
     """Start to all-reduce the arrays of one dtype: in one submit to servers, or side by side.
 
-    brought: all arrays, also of other dtypes; none: those of another have begun.
+    brought: all arrays, also of other dtypes; none: those of another have begun. is_apart: none by
+    servers, in an elastic job where not all can go so: these would be made again, others not.
     """
     some = [arrays[place] for place in places]
     if op is Adasum:
         sums = _adasum(some, code, name, process_set, factor)
         return [_Part(MappedHandle([], lambda _: sums), places, list)]
     names = [f"{name}.{place}" for place in places]
-    if name is not None and _goes_by_servers(some, names, op, process_set, code):
+    if name is not None and not is_apart and _goes_by_servers(some, names, op, process_set, code):
         outs, session = some if is_in_place else None, current()
         session.routes.group(name, names)
         handle = session.push_pull_async(some, names, average=op is Average, out=outs, dtype=code)
@@ -182,12 +225,20 @@ def _start_some(
     for place in places:
         if arrays[place].nbytes > FUSED_BYTES:
             out = arrays[place] if is_in_place else None
-            is_named = may_go_by_servers(op, process_set)
-            label = part_of(name, f".{place}") if is_named else grouped_of(name)
-            one = start_allreduce(
-                arrays[place], out, op, label, process_set, dtype=code,
-                brought=() if parts else brought, factor=factor,
-            )  # fmt: skip
+            some_brought = () if parts else brought
+            if is_apart:
+                group = checked_set(process_set).group()
+                one: Handle[Any] = group.allreduce(
+                    arrays[place], out, op=op, name=grouped_of(name), dtype=code,
+                    brought=some_brought,
+                ).scale(factor, code)  # fmt: skip
+            else:
+                is_named = may_go_by_servers(op, process_set)
+                label = part_of(name, f".{place}") if is_named else grouped_of(name)
+                one = start_allreduce(
+                    arrays[place], out, op, label, process_set, dtype=code, brought=some_brought,
+                    factor=factor,
+                )  # fmt: skip
             parts.append(_Part(one, [place], lambda array: [array]))
     return parts
 

@@ -13,8 +13,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fastps.errors import ConfigError, FastPSError, NotInitializedError
 from fastps.session import excepthook, outside_job
@@ -236,6 +236,21 @@ def check_not_elastic(what: str, cure: str) -> None:
             f"an elastic job (FASTPS_ELASTIC_MIN, fastps-run --min) does not support {what}, "
             f"which cannot go on when a worker is lost: {cure}, or start the job without --min"
         )
+
+
+@contextlib.contextmanager
+def in_one_scope(session: Session) -> Iterator[dict[str, Any]]:
+    """Yield what push_pull_async() takes within, so that its results are handed out together.
+
+    All of them or none after a loss, of the same workers; a job that is not elastic needs nothing.
+    """
+    if not session.is_elastic:
+        yield {}
+        return
+    elastic: Any = session
+    scope = elastic.scope()
+    yield {"scope": scope}
+    scope.close()
 
 
 def known() -> Session:

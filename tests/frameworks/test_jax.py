@@ -16,7 +16,9 @@ jax = pytest.importorskip("jax")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
+import programs_jax_elastic  # noqa: E402
 from harness import JobResult, clean_environ, run_example, run_workers  # noqa: E402
+from job import Job  # noqa: E402
 
 HEAD = """
 import jax, jax.numpy as jnp, numpy as np, pytest
@@ -385,6 +387,21 @@ ROOM = """
 
 def test_a_step_needs_little_memory_besides_that_of_one_without_averages(tmp_path):
     run(ROOM, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fault", ["local_arrive@40", "local_arrive@41", "local_arrive@42", "local_arrive@43"]
+)
+def test_a_tree_is_of_the_same_workers_when_one_dies(fault):
+    with Job(
+        programs_jax_elastic.steps, workers=3, servers=0,
+        environment={**SHARED, "FASTPS_ELASTIC_MIN": "1"},
+        each={("worker", 1): {"FASTPS_FAULT": f"{fault}:kill"}},
+    ) as job:  # fmt: skip
+        assert job.workers[1].wait() < 0
+        found = [job.workers[rank].result()["found"] for rank in (0, 2)]
+    assert found[0] == found[1]
+    assert set(map(tuple, found[0])) == {(7.0,), (5.0,)}
 
 
 def test_nothing_but_jax_is_imported():

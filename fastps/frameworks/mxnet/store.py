@@ -16,6 +16,7 @@ from fastps.frameworks import horovod
 from fastps.frameworks.array_exchange import Terms
 from fastps.frameworks.gradient_round import Sum
 from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays
+from fastps.session import current
 
 _KEY = "kvstore"  # prefix of names
 
@@ -32,6 +33,9 @@ class FastPS(mx.kvstore.KVStoreBase):  # type: ignore[misc]
     def __init__(self) -> None:
         """Join the job, if the process has not joined it."""
         fastps.init()
+        current.check_not_elastic(
+            'the KVStore "fastps"', "use fastps.mxnet.DistributedTrainer instead of gluon.Trainer"
+        )
         self._terms = Terms(Sum)
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:

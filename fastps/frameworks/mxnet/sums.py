@@ -37,10 +37,11 @@ from fastps.ops.start import (
     start_allreduce,
     start_alltoall,
     start_broadcast,
+    start_grouped,
     start_reducescatter,
 )
 from fastps.session.process_sets import ProcessSet, global_process_set
-from fastps.types import Op
+from fastps.types import Op, dtype_of
 from fastps.worker.handle import Array
 
 
@@ -63,6 +64,26 @@ def push_bucket(
     exchange.bind()
     finish = partial(exchange.finish_bucket, number)
     engine.push(start, finish, writes=arrays, priority=priority)
+
+
+def push_step(
+    exchange: ArrayExchange,
+    arrays: Sequence[Sequence[Any]],
+    memory: Sequence[Sequence[Array] | None],
+) -> None:
+    """Do push_bucket() of all buckets as one operation, which begins when all arrays are ready.
+
+    So all are of the same workers in an elastic job, and no bucket waits for one that has not
+    begun.
+    """
+
+    def start() -> None:
+        for number, (some, known) in enumerate(zip(arrays, memory, strict=True)):
+            places = known or [memory_of(array) for array in some]
+            exchange.start(number, places, keep=places)
+
+    exchange.bind()
+    engine.push(start, exchange.finish_each, writes=[one for some in arrays for one in some])
 
 
 def add_in_place(array: Any, name: str, terms: Terms, *, priority: int = 0) -> None:
@@ -147,17 +168,38 @@ def allreduce_(tensor: Any, name: str | None = None, **options: Any) -> Any:
 
 
 def grouped_allreduce(
-    tensors: Sequence[Any], name: str | None = None, **options: Any
+    tensors: Sequence[Any],
+    name: str | None = None,
+    *,
+    average: bool | None = None,
+    op: Op | None = None,
+    priority: int = 0,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Return allreduce() of each tensor; blocks."""
-    return on_each(allreduce, tensors, name, **options)
+    """Return allreduce() of each tensor, all under way at once; blocks.
+
+    priority: accepted for Horovod's sake; they have none among themselves.
+    """
+    op, label = op_of_words(op, average), check_optional_name(name, "grouped_allreduce")
+    memory = [_ready(_scaled(tensor, prescale_factor)) for tensor in tensors]
+    codes = [dtype_of(one.dtype) for one in memory]
+    found = start_grouped(memory, op, label, process_set, codes).wait()
+    return [
+        _scaled(_array(one.reshape(its.shape)), postscale_factor)
+        for one, its in zip(found, memory, strict=True)
+    ]
 
 
 def grouped_allreduce_(
     tensors: Sequence[Any], name: str | None = None, **options: Any
 ) -> list[Any]:
-    """Do allreduce() of each tensor in place, and return them; blocks."""
-    return on_each(allreduce_, tensors, name, **options)
+    """Do grouped_allreduce() in place, of all or none, and return the tensors; blocks."""
+    found = grouped_allreduce(tensors, name, **options)
+    for tensor, one in zip(tensors, found, strict=True):
+        _write(tensor, one)
+    return list(tensors)
 
 
 def allgather(

@@ -14,7 +14,13 @@ from fastps.contract.compression import Choice
 from fastps.frameworks.array_exchange import ArrayExchange, Terms, spec_of
 from fastps.frameworks.gradient_round import BUCKET_BYTES
 from fastps.frameworks.mxnet.engine import array_over
-from fastps.frameworks.mxnet.sums import add_in_place, broadcast_arrays, push_bucket
+from fastps.frameworks.mxnet.sums import (
+    add_in_place,
+    broadcast_arrays,
+    push_bucket,
+    push_step,
+)
+from fastps.session import current
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.worker.handle import Array
 
@@ -81,6 +87,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]
     @contextmanager
     def _averaged(self, index: Any, grad: Any) -> Iterator[None]:
         """Average the gradients; the optimizer updates with the averages in this context."""
+        current.check_not_elastic("DistributedOptimizer of MXNet", "use DistributedTrainer")
         rescale = self._optimizer.rescale_grad
         is_scaled = self._terms.compression is not None and rescale != 1.0
         several = isinstance(index, list | tuple)
@@ -116,6 +123,11 @@ class _Placed:
         if factor != 1.0:
             for param in self._params:
                 param._grad[0] *= factor
+        if current.current().is_elastic:
+            for number in range(len(self._arrays)):
+                self._place(number)
+            push_step(self._exchange, self._arrays, self._memory)
+            return
         for number in reversed(range(len(self._arrays))):
             self._place(number)
             first = self._exchange.plan[number][0]
@@ -176,6 +188,8 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]
         own_params = dict(optimizer_params or {})
         compression = _with_momentum(compression_params, own_params)
         super().__init__(params, optimizer, own_params or None, kvstore=None)
+        if process_set is not global_process_set:
+            current.check_not_elastic("process_set=", "leave it out")
         self._prefix = prefix
         self._terms = Terms(
             compression=compression, bucket_bytes=bucket_bytes, process_set=process_set

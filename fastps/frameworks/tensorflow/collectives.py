@@ -37,6 +37,7 @@ from fastps.ops.start import (
     start_broadcast,
     start_reducescatter,
 )
+from fastps.session.current import check_not_elastic
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import Op
 from fastps.worker.handle import Array
@@ -119,6 +120,11 @@ def grouped_allreduce(
         names = [f"{label}.{place}" for place in range(len(values))]
         found = add_along(values, names, Terms(op, compression, process_set=process_set))
         return [_scaled(one, postscale_factor) for one in found]
+    if tensors and op in (Average, Sum) and label is not None:
+        check_not_elastic(
+            "grouped_allreduce() of slices, or of tensors whose shapes are not known",
+            "use tf.convert_to_tensor() and set_shape()",
+        )
     return on_each(
         allreduce, tensors, label, op=op, compression=compression,
         prescale_factor=prescale_factor, postscale_factor=postscale_factor,

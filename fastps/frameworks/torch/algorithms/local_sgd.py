@@ -28,7 +28,7 @@ from fastps.frameworks.torch.ops.tensors import (
     wire_dtype,
     write_over,
 )
-from fastps.session.current import current
+from fastps.session.current import current, in_one_scope
 from fastps.types import DType
 from fastps.worker.handle import Array
 
@@ -193,15 +193,18 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
     def _average_buffers(self) -> None:
         named = self._averaged()
         whole = [one.detach().contiguous() for _, one in named]
-        for handle, _ in submit_push_pull(
-            current(),
-            [view_of(one) for one in whole],
-            [wire_dtype(one.dtype, name) for name, one in named],
-            [f"{self._prefix}.{name}" for name, _ in named],
-            average=True,
-            priorities=[0] * len(named),
-            rule=self._how["rule"],
-        ):
+        with in_one_scope(current()) as scope:
+            started = submit_push_pull(
+                current(),
+                [view_of(one) for one in whole],
+                [wire_dtype(one.dtype, name) for name, one in named],
+                [f"{self._prefix}.{name}" for name, _ in named],
+                average=True,
+                priorities=[0] * len(named),
+                rule=self._how["rule"],
+                **scope,
+            )
+        for handle, _ in started:
             handle.wait()
         for (_, one), found in zip(named, whole, strict=True):
             write_over(one, found)
