@@ -371,9 +371,10 @@ class ArrayExchange:
         )
 
 
-def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank: int) -> None:
+def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank: Any) -> None:
     """Overwrite arrays with the root's, in one submit for each dtype; blocks.
 
+    root_rank: or what Session.root_of() has returned.
     Names that stand for other arrays already get a number, as those of a second model.
     """
     session = current.current()
@@ -383,6 +384,7 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
         views = [wire_view(one) for one in arrays]
         session.groups.broadcast_to_those_left(views, codes, root_rank)
         return
+    root = session.root_of(root_rank)  # of all of them, though a loss may change ranks
     labels = free_names(session, list(zip(names, shapes, codes, strict=True)))
     if labels:
         session.routes.group(names[0], labels)
@@ -392,7 +394,7 @@ def broadcast_in_place(arrays: Sequence[Array], names: Sequence[str], root_rank:
     wait_all(
         [
             session.broadcast_async(
-                [wire_view(arrays[i]) for i in places], root_rank, [labels[i] for i in places],
+                [wire_view(arrays[i]) for i in places], root, [labels[i] for i in places],
                 dtype=code,
             )
             for code, places in kinds.items()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import threading
 import time
 import weakref
@@ -372,7 +373,7 @@ class ElasticSession(Session):
     ) -> ElasticHandle:
         """Start to copy the root's tensor into everybody's; see Session.broadcast_async()."""
         self.check_usable()
-        root = self._identity(self._checked_root(root_rank))
+        root = self.root_of(root_rank)
         names, arrays = pair(name, tensor)
         start = super().broadcast_async
 
@@ -387,7 +388,7 @@ class ElasticSession(Session):
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:
         """Return the root's object on all workers; see Session.broadcast_object(). Blocks."""
-        root = self._identity(self._checked_root(root_rank))
+        root = self.root_of(root_rank)
         found: list[Any] = []
         start = super().broadcast_object
 
@@ -396,6 +397,20 @@ class ElasticSession(Session):
 
         self._in_a_view(meet)
         return found[0]
+
+    def root_of(self, root_rank: Any) -> tuple[str, int]:
+        """Return which process a root is, in words that hold in all views; see Session."""
+        if isinstance(root_rank, tuple):
+            return root_rank
+        workers, rank = self._identities(), operator.index(root_rank)
+        if not 0 <= rank < len(workers):
+            raise ValueError(f"root_rank must be from 0 to {len(workers) - 1}, got {root_rank}")
+        return workers[rank]
+
+    def is_root(self, root: Any) -> bool:
+        """Return whether this worker is a root by root_of()."""
+        job = self.connections.job
+        return bool(root == (job.workers[job.me].hostname, job.workers[job.me].pid))
 
     def _root_now(self, root: tuple[str, int], what: str) -> int:
         """Return the rank in this view of a root; RootLostError if it is lost."""
@@ -895,10 +910,6 @@ class ElasticSession(Session):
 
     def _identities(self) -> list[tuple[str, int]]:
         return [(one.hostname, one.pid) for one in self.connections.job.workers]
-
-    def _identity(self, rank: int) -> tuple[str, int]:
-        """Return which process a rank is, in words that hold in all views."""
-        return self._identities()[rank]
 
     def _rank_of(self, identity: tuple[str, int]) -> int | None:
         """Return the rank of a process in this view; None: it is lost."""

@@ -698,6 +698,17 @@ class Session(ForgetMixin):
 
     # ---- failures ----
 
+    def root_of(self, root_rank: int) -> Any:
+        """Return which process a root is, for several broadcasts from it; takes its own results.
+
+        In an elastic job that process keeps its place when ranks close up between them.
+        """
+        return self._checked_root(root_rank)
+
+    def is_root(self, root: Any) -> bool:
+        """Return whether this worker is a root by root_of()."""
+        return bool(root == self.rank)
+
     def _checked_root(self, root_rank: int) -> int:
         if not 0 <= operator.index(root_rank) < self.size:
             raise ValueError(f"root_rank must be from 0 to {self.size - 1}, got {root_rank}")

@@ -257,6 +257,12 @@ class FakeSession:
     def can_share(self) -> bool:
         return self._cluster.can_share
 
+    def root_of(self, root_rank: int) -> int:
+        return root_rank
+
+    def is_root(self, root: int) -> bool:
+        return root == self.rank
+
     def empty(self, shape: tuple[int, ...], code: DType) -> np.ndarray:
         kind = np.uint16 if code == DType.BFLOAT16 else np.dtype(DType(code).name.lower())
         array = np.empty(shape, kind)

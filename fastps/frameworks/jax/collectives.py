@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import fastps
 from fastps.collectives.objects import Unsendable
 from fastps.frameworks.array_exchange import wire_view
 from fastps.frameworks.gradient_round import Average, Sum, check_name, of_gradient
@@ -28,6 +27,7 @@ from fastps.ops.start import (
     start_broadcast,
     start_reducescatter,
 )
+from fastps.session.current import current
 from fastps.session.process_sets import ProcessSet, global_process_set
 from fastps.types import DType, Op, dtype_of
 from fastps.worker.handle import Array
@@ -206,8 +206,9 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str = "object") -> Any:
 
     Objects of other workers are ignored. TypeError on all workers if the root's cannot be sent.
     """
-    plain = _plain(obj) if fastps.rank() == root_rank else None
-    return fastps.broadcast_object(plain, root_rank, name=name)
+    session = current()
+    root = session.root_of(root_rank)
+    return session.broadcast_object(_plain(obj) if session.is_root(root) else None, root, name)
 
 
 def _plain(obj: Any) -> Any:

@@ -77,14 +77,15 @@ def broadcast_parameters(tree: Any, root_rank: int = 0, prefix: str = "Parameter
     MismatchError where shapes or dtypes differ between workers. Not under jit. Blocks.
     """
     session = current.current()
+    root = session.root_of(root_rank)
     leaves, structure = jax.tree.flatten(tree)
     names = names_of(tree, prefix)
     is_array = [isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves]
     copies = {i: np.array(leaf) for i, leaf in enumerate(leaves) if is_array[i]}
-    broadcast_in_place(list(copies.values()), [names[i] for i in copies], root_rank)
+    broadcast_in_place(list(copies.values()), [names[i] for i in copies], root)
     others = [leaf for leaf, it in zip(leaves, is_array, strict=True) if not it]
     if others:
-        others = session.broadcast_object(others, root_rank, f"{prefix} others")
+        others = session.broadcast_object(others, root, f"{prefix} others")
     rest = iter(others)
     found = [jnp.asarray(copies[i]) if it else next(rest) for i, it in enumerate(is_array)]
     return jax.tree.unflatten(structure, found)

@@ -9,7 +9,7 @@ raise TypeError for anything else. Blocks; called by all ranks in the same order
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,15 +56,29 @@ def broadcast_parameters(
     if isinstance(prefix, ProcessSet):
         process_set, prefix = prefix, "Parameter."
     if process_set is not global_process_set:
-        for handle in [broadcast_async_(one, root_rank, None, process_set) for _, one in pairs]:
-            handle.wait()
+        _broadcast_within(process_set, [one for _, one in pairs], root_rank)
         return
     names = [prefix + check_name(name, "broadcast_parameters") for name, _ in pairs]
     tensors = [_check(tensor, name) for name, (_, tensor) in zip(names, pairs, strict=True)]
     for name, tensor in zip(names, tensors, strict=True):
         check_writable(tensor, name)
-    unwrapped.watch(current.current(), tensors)
-    _broadcast(tensors, names, root_rank)
+    session = current.current()
+    unwrapped.watch(session, tensors)
+    _check_root(root_rank, session.size)
+    _broadcast(tensors, names, session.root_of(root_rank))
+
+
+def _broadcast_within(
+    process_set: ProcessSet, tensors: Sequence[torch.Tensor], root_rank: int
+) -> None:
+    """Broadcast in place in a process set; in an elastic job all are overwritten, or none."""
+    is_elastic = current.current().is_elastic
+    places = [one.detach().clone() for one in tensors] if is_elastic else tensors
+    for handle in [broadcast_async_(one, root_rank, None, process_set) for one in places]:
+        handle.wait()
+    if is_elastic:
+        for tensor, place in zip(tensors, places, strict=True):
+            write_over(tensor, place)
 
 
 def broadcast_object(
@@ -86,7 +100,9 @@ def broadcast_object(
             obj, root_rank, name=name or "object", process_set=process_set
         )
     label = "broadcast_object" if name is None else check_name(name, "broadcast_object")
-    return _broadcast_tree(obj, root_rank, label)
+    session = current.current()
+    _check_root(root_rank, session.size)
+    return _broadcast_tree(obj, session.root_of(root_rank), root_rank, label)
 
 
 def broadcast_optimizer_state(
@@ -111,9 +127,12 @@ def broadcast_optimizer_state(
         )
     if isinstance(prefix, torch.nn.Module):
         prefix = "Parameter."
-    is_root = current.current().rank == root_rank
+    session = current.current()
+    _check_root(root_rank, session.size)
+    root = session.root_of(root_rank)
+    is_root = session.is_root(root)
     state = optimizer.state_dict() if is_root else None
-    state = _broadcast_tree(state, root_rank, f"{prefix}optimizer_state")
+    state = _broadcast_tree(state, root, root_rank, f"{prefix}optimizer_state")
     if not is_root:
         _check_groups(optimizer, state)
         optimizer.load_state_dict(state)
@@ -146,16 +165,18 @@ def _pairs_of(params: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) -> None:
-    """Broadcast in place; tensors that are not contiguous by way of a copy."""
+def _broadcast(tensors: list[torch.Tensor], names: list[str], root: Any) -> None:
+    """Broadcast in place; tensors that are not contiguous by way of a copy.
+
+    root: of Session.root_of().
+    """
     session = current.current()
-    _check_root(root_rank, session.size)
     buffers = [sendable(tensor) for tensor in tensors]
     wires = [real_of(buffer) for buffer in buffers]
-    wait_all(submit_broadcast(session, wires, names, root_rank) if tensors else [])
+    wait_all(submit_broadcast(session, wires, names, root) if tensors else [])
     with torch.no_grad():
         for tensor, buffer in zip(tensors, buffers, strict=True):
-            if session.rank == root_rank:
+            if session.is_root(root):
                 continue  # the root only reads
             if is_sendable(tensor):
                 mark_written(tensor)
@@ -163,12 +184,14 @@ def _broadcast(tensors: list[torch.Tensor], names: list[str], root_rank: int) ->
                 write_over(tensor, buffer)
 
 
-def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
-    """Send the plain part of a value, with the tensors' shapes, then the tensors."""
+def _broadcast_tree(value: Any, root: Any, root_rank: int, name: str) -> Any:
+    """Send the plain part of a value, with the tensors' shapes, then the tensors.
+
+    root: of Session.root_of(), for a loss between the two may change ranks; root_rank: for errors.
+    """
     session = current.current()
-    _check_root(root_rank, session.size)
-    if session.rank != root_rank:
-        return _receive_tree(session, root_rank, name)
+    if not session.is_root(root):
+        return _receive_tree(session, root, root_rank, name)
     tensors: list[torch.Tensor] = []
     mark = uuid.uuid4().hex
     try:
@@ -176,19 +199,19 @@ def _broadcast_tree(value: Any, root_rank: int, name: str) -> Any:
         specs = [describe(tensor) for tensor in tensors]
     except Exception as error:  # any: the others wait for the outcome
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
-        session.broadcast_object({"refused": text}, root_rank, name)
+        session.broadcast_object({"refused": text}, root, name)
         raise TypeError(f"rank {root_rank} could not send the value: {text}") from error
-    session.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root_rank, name)
-    _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root_rank)
+    session.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root, name)
+    _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root)
     return value
 
 
-def _receive_tree(session: Session, root_rank: int, name: str) -> Any:
-    message = session.broadcast_object(None, root_rank, name)
+def _receive_tree(session: Session, root: Any, root_rank: int, name: str) -> Any:
+    message = session.broadcast_object(None, root, name)
     if "refused" in message:
         raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
     tensors = [make_room(code, shape) for code, shape in message["specs"]]
-    _broadcast(tensors, _labels(name, tensors), root_rank)
+    _broadcast(tensors, _labels(name, tensors), root)
     return put_back(message["value"], message["mark"], tensors)
 
 

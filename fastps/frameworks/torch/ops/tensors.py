@@ -234,10 +234,11 @@ def submit_push_pull(
 
 
 def submit_broadcast(
-    session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: int
+    session: Session, tensors: Sequence[torch.Tensor], names: Sequence[str], root_rank: Any
 ) -> list[Handle[Any]]:
     """Start broadcasts of contiguous tensors in place; one submit and handle per dtype.
 
+    root_rank: or what Session.root_of() has returned.
     Where the job goes on without lost workers, this blocks until they are done.
     """
     handles: list[Handle[Any]] = []
@@ -246,10 +247,11 @@ def submit_broadcast(
         arrays = [view_of(one) for one in tensors]
         session.groups.broadcast_to_those_left(arrays, codes, root_rank)
         return []
+    root = session.root_of(root_rank)  # of all of them, though a loss may change ranks
     for code, places in _by_dtype(codes):
         arrays = [view_of(tensors[place]) for place in places]
         labels = [names[place] for place in places]
-        handles.append(session.broadcast_async(arrays, root_rank, labels, dtype=code))
+        handles.append(session.broadcast_async(arrays, root, labels, dtype=code))
     return handles
 
 
