@@ -380,11 +380,20 @@ def broadcast_async(
         handle = start_broadcast(_wire(tensor), root_rank, name, process_set)
         return _result(handle, tensor, tensor)
     labels = [None] * len(tensor) if name is None else name
+    places = [np.array(one) for one in tensor] if current().is_elastic else tensor
     handles = [
         broadcast_async(one, root_rank, name=label, process_set=process_set)
-        for one, label in zip(tensor, labels, strict=True)
+        for one, label in zip(places, labels, strict=True)
     ]
-    return MappedHandle(handles, lambda found: found)
+
+    def finish(found: list[Array]) -> list[Array]:
+        """Overwrite all, where a loss could have left some of them."""
+        for one, place in zip(tensor, places, strict=True):
+            if one is not place:
+                np.copyto(one, place)
+        return list(tensor)
+
+    return MappedHandle(handles, finish)
 
 
 broadcast = make_blocking(

@@ -62,7 +62,7 @@ from fastps.errors import (
 )
 from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.session import Session
-from fastps.session.tensor_spec import Arrays, Names, outputs_of, pair
+from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
 from fastps.session.view import View
 from fastps.types import DType, checked_seconds
 from fastps.worker.handle import READY, Array, Handle, OperationHandle
@@ -375,15 +375,19 @@ class ElasticSession(Session):
         self.check_usable()
         root = self.root_of(root_rank)
         names, arrays = pair(name, tensor)
+        for label, array in zip(names, arrays, strict=True):
+            check_arrays(label, array, array, dtype, average=False)
+        # a lost root leaves arrays half written, from which the next may be the root
+        landings = arrays if self.is_root(root) else list(map(self.result_like, arrays))
         start = super().broadcast_async
 
         def begin(places: Sequence[int]) -> OperationHandle:
             rank = self._root_now(root, f"tensor {names[0]!r}")
-            some = [arrays[i] for i in places], [names[i] for i in places]
+            some = [landings[i] for i in places], [names[i] for i in places]
             return start(some[0], rank, some[1], dtype=dtype)
 
         return self._started(
-            ElasticHandle(self, names, arrays, arrays, begin, is_single=isinstance(name, str))
+            ElasticHandle(self, names, landings, arrays, begin, is_single=isinstance(name, str))
         )
 
     def broadcast_object(self, obj: Any, root_rank: int = 0, name: str = "object") -> Any:

@@ -4,9 +4,9 @@
 When a member is lost, one survivor may be through with a collective operation, and another not. So
 its result is handed out when it has landed on all members, as that of push_pull(); see
 control/commits.py. Otherwise all of them raise ViewChangedError and can call it again in the next
-view; a sum in place lands beside its array until then. Messages between two members, operations
-among neighbors, and windows are not committed. Threads: any; fastps:commit reports what lands
-while no thread waits for it, for another member may.
+view; a sum in place, or a broadcast, lands beside its array until then. Messages between two
+members, operations among neighbors, and windows are not committed. Threads: any; fastps:commit
+reports what lands while no thread waits for it, for another member may.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class ElasticGroup(Group):
         self, key: tuple[object, ...], make: Callable[[], Schedule], array: Array | None,
         out: Array | None, result: Array | None, **how: Any,
     ) -> OperationHandle:  # fmt: skip
-        if key[0] not in SUMS or out is not array or out is None or self.size == 1:
+        is_in_place = key[0] == "broadcast" or (key[0] in SUMS and out is array)
+        if not is_in_place or out is None or self.size == 1:
             return super()._start(key, make, array, out, result, **how)
         landing = self.empty(out.shape, out.dtype)
         handle = super()._start(key, make, array, landing, result, **how)
