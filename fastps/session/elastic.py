@@ -930,6 +930,7 @@ class ElasticSession(Session):
             self.changed.wait_for(
                 lambda: (
                     self._fatal is not None
+                    or bool(self.left)  # who has left commits nothing more
                     or not any(map(self._is_landed, list(self._active.values())))
                 ),
                 self.config.shutdown_timeout_s,
