@@ -360,9 +360,8 @@ def init(*, elastic: Elastic | None = None, **settings: object) -> None:
     """
     if elastic is not None:
         settings["elastic_min"] = elastic.min
-    session = _current.init(settings)
-    if elastic is not None and elastic.on_view is not None:
-        session.call_in_views(elastic.on_view)
+    is_told = elastic is not None and elastic.on_view is not None
+    _current.init(settings, [elastic.on_view] if is_told else [])
 
 
 def shutdown() -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastps.errors import ConfigError, FastPSError, NotInitializedError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fastps.config import Config
     from fastps.control.foreign_launch import Rendezvous
     from fastps.session.session import Session
+    from fastps.session.view import View
 
 _current: Session | None = None
 _met: Rendezvous | None = None  # with workers of another launcher; as long as the process lives
@@ -40,10 +41,13 @@ class _Start:
         self.error: Exception | None = None
 
 
-def init(settings: Mapping[str, object]) -> Session:
+def init(
+    settings: Mapping[str, object], on_view: Sequence[Callable[[View], object]] = ()
+) -> Session:
     """Make the process's session, or return the one it has; see fastps.init().
 
-    Of several threads that call it one starts, and the others wait for that and return, or raise,
+    on_view: called with each next view of an elastic job, also if it comes at once. Of several
+    threads that call it one starts, and the others wait for that and return, or raise,
     the same. Waits for a shutdown() that is under way.
     """
     global _starting, _current
@@ -55,11 +59,13 @@ def init(settings: Mapping[str, object]) -> Session:
             if awaited is not None and awaited.error is not None:
                 raise awaited.error
         if _current is not None and _current.is_ours:
+            for call in on_view:
+                _current.call_in_views(call)
             return _current
         _starting = start = _Start()
     session = None
     try:
-        session = _started(settings)
+        session = _started(settings, on_view)
     except Exception as error:
         start.error = error
         raise
@@ -97,7 +103,9 @@ def _forget_changes_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_changes_in_child)
 
 
-def _started(settings: Mapping[str, object]) -> Session:
+def _started(
+    settings: Mapping[str, object], on_view: Sequence[Callable[[View], object]]
+) -> Session:
     """Check the settings and make a session."""
     from fastps.config import load  # noqa: PLC0415
     from fastps.config.token import hide_token  # noqa: PLC0415
@@ -112,17 +120,19 @@ def _started(settings: Mapping[str, object]) -> Session:
             f"{config.role}; start `fastps-server --role {config.role}` instead, or unset the "
             "variable"
         )
-    session = _join(config, settings)
+    session = _join(config, settings, on_view)
     outside_job.watch(session.size)
     return session
 
 
-def _join(config: Config, settings: Mapping[str, object]) -> Session:
+def _join(
+    config: Config, settings: Mapping[str, object], on_view: Sequence[Callable[[View], object]]
+) -> Session:
     """Make the session, in the job of a launcher of ours or of another."""
     from fastps.config import launchers, load  # noqa: PLC0415
 
     if not launchers.is_left_alone(config):
-        return _made(config)
+        return _made(config, on_view)
     from fastps.control import foreign_launch  # noqa: PLC0415
 
     global _met
@@ -133,7 +143,7 @@ def _join(config: Config, settings: Mapping[str, object]) -> Session:
         )
     met = _met or foreign_launch.meet(config)
     try:
-        session = _made(load({**settings, **met.settings}))
+        session = _made(load({**settings, **met.settings}), on_view)
     except BaseException:
         _met = None
         met.close()
@@ -144,11 +154,11 @@ def _join(config: Config, settings: Mapping[str, object]) -> Session:
     return session
 
 
-def _made(config: Config) -> Session:
+def _made(config: Config, on_view: Sequence[Callable[[View], object]]) -> Session:
     if config.is_elastic and config.size > 1:
         from fastps.session.elastic import ElasticSession  # noqa: PLC0415  (most jobs are not)
 
-        return ElasticSession(config)
+        return ElasticSession(config, on_view)
     from fastps.session.session import Session  # noqa: PLC0415
 
     return Session(config)

@@ -61,6 +61,7 @@ from fastps.errors import (
     ViewChangedError,
 )
 from fastps.session.elastic_groups import ElasticGroups
+from fastps.session.excepthook import MAX_WORDS
 from fastps.session.session import Session
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
 from fastps.session.view import View
@@ -252,8 +253,8 @@ class ElasticSession(Session):
 
     is_elastic = True
 
-    def __init__(self, config: Config) -> None:
-        """Join the job, as a Session does."""
+    def __init__(self, config: Config, on_view: Sequence[Callable[[View], object]] = ()) -> None:
+        """Join the job, as a Session does; on_view: as for call_in_views(), from the first on."""
         self.view = 1  # its number; the job's generation is another
         self._fence = Fence()
         self._given = config
@@ -276,7 +277,7 @@ class ElasticSession(Session):
         self._latest: weakref.WeakValueDictionary[str, ElasticHandle] = (
             weakref.WeakValueDictionary()
         )
-        self._on_view: list[Callable[[View], object]] = []  # called with each new view
+        self._on_view = list(on_view)  # called with each new view
         self._threads: list[threading.Thread] = []
         super().__init__(config)
         self.first_place = self.rank, self.size  # in the first view, which no loss changes
@@ -882,12 +883,29 @@ class ElasticSession(Session):
         )  # fmt: skip
         if self.rank == 0:
             log.warning("%s", view)
-        for call in self._on_view:
-            call(view)
+        if not self._has_told(view):
+            return
         with self.changed:
             self.view += 1
             self._generation = connections.job.generation
             self.changed.notify_all()
+
+    def _has_told(self, view: View) -> bool:
+        """Call on_view with a view; False: it has raised, which ends this worker as a death does.
+
+        The others know it as the cause, and go on without this worker.
+        """
+        for call in self._on_view:
+            try:
+                call(view)
+            except BaseException as error:
+                log.exception("on_view has raised an error")
+                what = " ".join(f"on_view raised {type(error).__name__}: {error}".split())
+                self._fail(FastPSError(f"{what[:MAX_WORDS]}; so this worker leaves the job"))
+                with contextlib.suppress(FastPSError):
+                    self.connections.client.report_lost(self.rank, f"its {what[:MAX_WORDS]}")
+                return False
+        return True
 
     def _meet_again(self) -> Connections:
         """Await the next view, and connect to its members."""

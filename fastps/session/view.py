@@ -36,8 +36,9 @@ class Elastic:
     """How training goes on when workers or servers are lost; for init().
 
     min: least number of workers that go on, the same in all processes; with fewer the job ends, as
-    jobs without it do at the first loss. on_view: called with each new View, on a thread of
-    fastps, before operations in it end; it may set a learning rate and must not communicate.
+    jobs without it do at the first loss. on_view: called with each View after the first, on a
+    thread of fastps, before operations in it end; it may set a learning rate and must not
+    communicate. If it raises an error, this worker is lost, and the others name that error.
     """
 
     min: int = 1
