@@ -282,9 +282,10 @@ class Connections:
             from fastps.telemetry.recorder import Recorder  # noqa: PLC0415  (seldom needed)
 
             me = self.job.members[self.job.me]
+            view = "" if self._last_job is None else f"-view{self.job.generation}"
             self.recorder = Recorder(
                 self._config, role="worker", number=self.job.me, host_id=me.host_id,
-                ping=self.client.clock_ns,
+                ping=self.client.clock_ns, ending=view,
             )  # fmt: skip
 
     def begin_status(self, tell: Callable[[], dict[str, float]]) -> None:

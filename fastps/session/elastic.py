@@ -62,7 +62,7 @@ from fastps.errors import (
 )
 from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.excepthook import MAX_WORDS
-from fastps.session.session import Session
+from fastps.session.session import Session, State
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
 from fastps.session.view import View
 from fastps.types import DType, checked_seconds
@@ -220,9 +220,13 @@ class ElasticHandle(Handle[Array | list[Array]]):
             self.wait(0.0)
 
     def __del__(self) -> None:
-        """Hand out what nobody waited for: a later operation may begin with it."""
+        """Hand out what nobody waited for: a later operation may begin with it.
+
+        Not in a forked child, where nobody may ever release the locks.
+        """
         with contextlib.suppress(Exception):
-            self.hand_out()
+            if self._session.is_ours:
+                self.hand_out()
 
     @property
     def has_ended(self) -> bool:
@@ -316,6 +320,11 @@ class ElasticSession(Session):
         with self._view_lock:  # names are declared anew while a view begins
             return super().is_free_for(*args, **options)
 
+    def check_usable(self) -> None:
+        """Raise as Session.check_usable(), but let a view begin while operations are suspended."""
+        if self.state is not State.SUSPENDED or not self._is_in_view_thread():
+            super().check_usable()
+
     # ---- operations ----
 
     def declare(self, specs: Any, *, policy: Policy = Policy.SUM, **terms: Any) -> None:
@@ -326,6 +335,18 @@ class ElasticSession(Session):
                 "with a server; unset FASTPS_ELASTIC_MIN, or use push_pull()"
             )
         self._in_a_view(functools.partial(super().declare, specs, policy=policy, **terms))
+
+    def _spec(self, name: str, shape: tuple[int, ...], dtype: DType, **terms: Any) -> TensorSpec:
+        """Describe a tensor; ConfigError for a rule that too few workers may be left for."""
+        spec = super()._spec(name, shape, dtype, **terms)
+        rule, least = spec.layout.rule, self._given.elastic_min
+        if rule.has_meaning() and (needed := max(rule.full, rule.keep)) > least:
+            raise ConfigError(
+                f"tensor {name!r} is {rule}, which needs {needed} workers or more, but this job "
+                f"goes on with {least}: start it with fastps-run --min {needed} (Elastic(min=), "
+                "FASTPS_ELASTIC_MIN), or take another rule"
+            )
+        return spec
 
     def scope(self) -> Scope:
         """Open a scope for operations whose results are handed out together."""
@@ -869,6 +890,12 @@ class ElasticSession(Session):
                 self._news = None
         self._fence.wait()
         self._fence.watch(self.connections.job)
+        if (ruled := self._ruled_by_workers()) is not None:
+            self._fail(PeerLostError(
+                f"tensor {ruled!r} cannot be reduced: {self._cause}, and was the last server: its "
+                "rule is not applied by workers, of which some may lie. Restart the job"
+            ))  # fmt: skip
+            return
         self._declare_specs([
             relaid(TensorSpec(name, layout), self._chunk_bytes)
             for name, layout in self._layouts.items()
@@ -889,6 +916,13 @@ class ElasticSession(Session):
             self.view += 1
             self._generation = connections.job.generation
             self.changed.notify_all()
+
+    def _ruled_by_workers(self) -> str | None:
+        """Return a tensor under a rule that servers applied, where no server is left."""
+        if not self._given.num_servers or self.config.num_servers:
+            return None
+        layouts = self._layouts.items()
+        return next((name for name, layout in layouts if layout.rule.has_meaning()), None)
 
     def _has_told(self, view: View) -> bool:
         """Call on_view with a view; False: it has raised, which ends this worker as a death does.

@@ -43,6 +43,10 @@ class ViewHost(SessionHost, Protocol):
     ended_windows: dict[str, str]  # of earlier views, by name: whose loss ended them
 
     @property
+    def is_ours(self) -> bool:
+        """Whether the session is this process's, not that of which this is a forked child."""
+
+    @property
     def is_over(self) -> bool:
         """Whether the session has ended."""
 
@@ -96,8 +100,10 @@ class ElasticGroupHandle(OperationHandle):
         self._groups, self.landing = groups, landing
 
     def __del__(self) -> None:
-        """Hand out what nobody waited for: a later operation may begin with it."""
-        if self.beside is not None and self.landing.is_committed and not self.has_failed:
+        """Hand out what nobody waited for, not in a forked child: see ElasticHandle."""
+        if self.beside is None or not self._groups.is_ours:
+            return
+        if self.landing.is_committed and not self.has_failed:
             with contextlib.suppress(Exception):
                 self.wait(0.0)
 
@@ -240,6 +246,11 @@ class ElasticGroups(Groups):
         with self._changed:
             if handle.landing.is_committed is None:
                 handle.landing.keeps = handle
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether they are this process's."""
+        return self._session.is_ours
 
     @property
     def is_tracking(self) -> bool:

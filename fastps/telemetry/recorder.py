@@ -47,17 +47,19 @@ class Recorder:
     """The trace of one process of a job, from its construction to close()."""
 
     def __init__(
-        self, config: Config, *, role: str, number: int, host_id: str, ping: Ping
+        self, config: Config, *, role: str, number: int, host_id: str, ping: Ping, ending: str = ""
     ) -> None:
         """Open the files and start to record. Raises ConfigError.
 
-        number, host_id: of the member. ping: blocks for a round trip.
+        number, host_id: of the member. ping: blocks for a round trip. ending: of the files' names,
+        for all but the first trace of a process.
         """
         self._config = config
         self._ping = ping
         folder = Path(config.trace_dir)
         held: Folder | None = None
         name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', config.job_id)}-{role}{number}-{os.getpid()}"
+        name += ending
         try:
             held = open_folder(folder)
             self._notes = held.make(f"{name}{NOTES_SUFFIX}", flags=_FLAGS)
