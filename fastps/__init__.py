@@ -360,8 +360,8 @@ def init(*, elastic: Elastic | None = None, **settings: object) -> None:
     """
     if elastic is not None:
         settings["elastic_min"] = elastic.min
-    is_told = elastic is not None and elastic.on_view is not None
-    _current.init(settings, [elastic.on_view] if is_told else [])
+    on_view = None if elastic is None else elastic.on_view
+    _current.init(settings, () if on_view is None else (on_view,))
 
 
 def shutdown() -> None:
