@@ -6,7 +6,8 @@
 # Chains. The instruction of x86-64 takes 8 bytes in one cycle and has its result after three. So
 # three chains run side by side over neighbouring blocks; then their results are shifted to one
 # place and added. A shift by n bits is a carry-less product with x^(n - 33): the reflected product
-# stands one bit lower, and the instruction, which also reduces it, multiplies by x^32.
+# stands one bit lower, and the instruction, which also reduces it, multiplies by x^32. On ARM,
+# where not every processor has such a product, shifts and exclusive ors make it.
 #
 # Wide. Where a processor multiplies four pairs of 64 bits at a time (VPCLMULQDQ), 256 bytes are
 # added to the 256 behind them, shifted: the two halves of each 128 bits by x^(2048 + 64) and
@@ -50,24 +51,57 @@ cdef extern from *:
 
     #if defined(__x86_64__)
     #include <immintrin.h>
-    __attribute__((target("sse4.2"), always_inline))
-    static inline uint32_t fps_crc_end(uint64_t a, const uint8_t *at, uint64_t n) {
-        for (; n >= 8; n -= 8, at += 8) a = _mm_crc32_u64(a, fps_crc_word(at));
-        while (n--) a = _mm_crc32_u8((uint32_t)a, *at++);
-        return ~(uint32_t)a;
-    }
-    __attribute__((target("sse4.2"), unused))
-    static uint32_t fps_crc_one(uint32_t crc, const void *data, uint64_t n) {
-        return fps_crc_end((uint32_t)~crc, (const uint8_t *)data, n);
-    }
+    #define FPS_CRC_ONE target("sse4.2")
+    #define FPS_CRC_THREE target("sse4.2,pclmul")
+    #define fps_crc_step(crc, word) _mm_crc32_u64((crc), (word))
+    #define fps_crc_step_byte(crc, byte) _mm_crc32_u8((uint32_t)(crc), (byte))
     __attribute__((target("pclmul"), always_inline))
     static inline uint64_t fps_crc_times(uint64_t a, uint64_t factor) {
         return (uint64_t)_mm_cvtsi128_si64(_mm_clmulepi64_si128(
             _mm_cvtsi64_si128((long long)a), _mm_cvtsi64_si128((long long)factor), 0));
     }
+    #elif defined(__aarch64__)
+    #include <sys/auxv.h>
+    #define FPS_HAS_CRC (1ul << 7)  /* HWCAP_CRC32 */
+    #define FPS_CRC_ONE unused
+    #define FPS_CRC_THREE unused
+    #define FPS_ARM_CRC(what, crc, value) \\
+        __asm__(".arch_extension crc\\n\\t" what : "+r"(crc) : "r"(value))
+    static inline uint64_t fps_crc_step(uint64_t a, uint64_t word) {
+        uint32_t crc = (uint32_t)a;
+        FPS_ARM_CRC("crc32cx %w0, %w0, %x1", crc, word);
+        return crc;
+    }
+    static inline uint64_t fps_crc_step_byte(uint64_t a, uint8_t byte) {
+        uint32_t crc = (uint32_t)a;
+        FPS_ARM_CRC("crc32cb %w0, %w0, %w1", crc, (uint32_t)byte);
+        return crc;
+    }
+    /* A shift and an exclusive or for each bit of the factor that is set: it is a constant. */
+    __attribute__((always_inline))
+    static inline uint64_t fps_crc_times(uint64_t a, uint64_t factor) {
+        uint64_t product = 0;
+        #pragma GCC unroll 32
+        for (int bit = 0; bit < 32; bit++)
+            if (factor >> bit & 1) product ^= a << bit;
+        return product;
+    }
+    #endif
+
+    #ifdef FPS_CRC_ONE
+    __attribute__((FPS_CRC_ONE, always_inline))
+    static inline uint32_t fps_crc_end(uint64_t a, const uint8_t *at, uint64_t n) {
+        for (; n >= 8; n -= 8, at += 8) a = fps_crc_step(a, fps_crc_word(at));
+        while (n--) a = fps_crc_step_byte(a, *at++);
+        return ~(uint32_t)a;
+    }
+    __attribute__((FPS_CRC_ONE, unused))
+    static uint32_t fps_crc_one(uint32_t crc, const void *data, uint64_t n) {
+        return fps_crc_end((uint32_t)~crc, (const uint8_t *)data, n);
+    }
     /* Three blocks of n bytes, and the three behind them on their way to the cache; by_two and
        by_one shift by two blocks and by one. */
-    __attribute__((target("sse4.2,pclmul"), always_inline))
+    __attribute__((FPS_CRC_THREE, always_inline))
     static inline uint64_t fps_crc_blocks(uint64_t a, const uint8_t *at, uint64_t n,
                                           uint64_t by_two, uint64_t by_one) {
         uint64_t b = 0, c = 0;
@@ -76,14 +110,14 @@ cdef extern from *:
             __builtin_prefetch(at + 4 * n + line);
             __builtin_prefetch(at + 5 * n + line);
             for (uint64_t i = line; i < line + 64; i += 8) {
-                a = _mm_crc32_u64(a, fps_crc_word(at + i));
-                b = _mm_crc32_u64(b, fps_crc_word(at + n + i));
-                c = _mm_crc32_u64(c, fps_crc_word(at + 2 * n + i));
+                a = fps_crc_step(a, fps_crc_word(at + i));
+                b = fps_crc_step(b, fps_crc_word(at + n + i));
+                c = fps_crc_step(c, fps_crc_word(at + 2 * n + i));
             }
         }
-        return c ^ _mm_crc32_u64(0, fps_crc_times(a, by_two) ^ fps_crc_times(b, by_one));
+        return c ^ fps_crc_step(0, fps_crc_times(a, by_two) ^ fps_crc_times(b, by_one));
     }
-    __attribute__((target("sse4.2,pclmul"), unused))
+    __attribute__((FPS_CRC_THREE, unused))
     static uint32_t fps_crc_three(uint32_t crc, const void *data, uint64_t n) {
         const uint8_t *at = (const uint8_t *)data;
         uint64_t a = (uint32_t)~crc;
@@ -93,6 +127,9 @@ cdef extern from *:
             a = fps_crc_blocks(a, at, 128, 0xb9e02b86u, 0x0d3b6092u);
         return fps_crc_end(a, at, n);
     }
+    #endif
+
+    #if defined(__x86_64__)
     __attribute__((target("avx512f,vpclmulqdq"), always_inline))
     static inline __m512i fps_crc_fold(__m512i a, __m512i factors, __m512i next) {
         __m512i high = _mm512_clmulepi64_epi128(a, factors, 0x00);
@@ -140,22 +177,11 @@ cdef extern from *:
         return fps_crc_chains(crc, data, n);
     }
     #elif defined(__aarch64__)
-    #include <sys/auxv.h>
-    #define FPS_HAS_CRC (1ul << 7)  /* HWCAP_CRC32 */
-    #define FPS_ARM_CRC(what, crc, value) \\
-        __asm__(".arch_extension crc\\n\\t" what : "+r"(crc) : "r"(value))
-    __attribute__((unused))
-    static uint32_t fps_crc_one(uint32_t crc, const void *data, uint64_t n) {
-        const uint8_t *at = (const uint8_t *)data;
-        for (crc = ~crc; n >= 8; n -= 8, at += 8)
-            FPS_ARM_CRC("crc32cx %w0, %w0, %x1", crc, fps_crc_word(at));
-        for (; n; n--, at++) FPS_ARM_CRC("crc32cb %w0, %w0, %w1", crc, (uint32_t)*at);
-        return ~crc;
-    }
     #define fps_crc_short(crc, p, n) (getauxval(AT_HWCAP) & FPS_HAS_CRC \\
         ? fps_crc_one((crc), (p), (n)) : fps_crc_portable((crc), (p), (n)))
-    #define fps_crc_chains(crc, p, n) fps_crc_short((crc), (p), (n))
-    #define fps_crc(crc, p, n) fps_crc_short((crc), (p), (n))
+    #define fps_crc_chains(crc, p, n) (getauxval(AT_HWCAP) & FPS_HAS_CRC \\
+        ? fps_crc_three((crc), (p), (n)) : fps_crc_portable((crc), (p), (n)))
+    #define fps_crc(crc, p, n) fps_crc_chains((crc), (p), (n))
     #else
     #define fps_crc_short(crc, p, n) fps_crc_portable((crc), (p), (n))
     #define fps_crc_chains(crc, p, n) fps_crc_portable((crc), (p), (n))
