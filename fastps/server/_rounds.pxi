@@ -7,7 +7,8 @@ cdef size_t round_bytes(Entry* entry, int n_tables) noexcept nogil:
     """Bytes of all arrays of a round; structs and pointers first, so that all are aligned."""
     cdef size_t n = entry.roster.n_members, units = entry.n_units
     return (n * (sizeof(Contribution) + units * (sizeof(SendItem) + n_tables * sizeof(char*)))
-            + units * (sizeof(SumJob) + sizeof(char*) + sizeof(int32_t) + sizeof(uint16_t))
+            + units * (sizeof(SumJob) + sizeof(char*) + sizeof(uint64_t))
+            + units * (sizeof(int32_t) + sizeof(uint16_t))
             + sizeof(char*)) & ~<size_t>7
 
 
@@ -25,11 +26,14 @@ cdef void lay_out_round(Round* round, RoundPair* pair, char* cursor, int n_table
     round.results = <SendItem*>carve(&cursor, n * units * sizeof(SendItem))
     round.jobs = <SumJob*>carve(&cursor, units * sizeof(SumJob))
     round.sums = <char**>carve(&cursor, units * sizeof(char*))
+    round.crcs = <uint64_t*>carve(&cursor, units * sizeof(uint64_t))
     for index in range(n):
         round.contributions[index].buffers = <char**>carve(&cursor, units * sizeof(char*))
         round.contributions[index].borrowed = <const char**>carve(&cursor, units * sizeof(char*))
         if n_tables == 3:
             round.contributions[index].lasting = <char**>carve(&cursor, units * sizeof(char*))
+    for index in range(n * units):
+        round.results[index].shared_crc = &round.crcs[index % units]
     round.unsent = <int32_t*>carve(&cursor, units * sizeof(int32_t))
     round.arrived = <uint16_t*>cursor
 

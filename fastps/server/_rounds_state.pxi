@@ -122,6 +122,7 @@ cdef struct Round:
     int32_t summing             # threads that read contributions; atomic, changes under the lock
     int32_t in_flight           # items lent to links, jobs, threads at work; and OWES; atomic
     int32_t* unsent             # per unit: results lent to links; the last gives the buffer back
+    uint64_t* crcs              # per unit: of the result, taken once for the links of all readers
     char** sums                 # per unit: the buffer that holds the result until it has left
     uint16_t* arrived           # contributions per unit
     Contribution* contributions     # one per member

@@ -142,12 +142,20 @@ cdef void free_letter(Letter* letter) noexcept nogil:
 
 
 @cython.final
+cdef class SharedCrc:
+    """The CRC of a payload that several links carry."""
+
+    cdef uint64_t kept
+
+
+@cython.final
 cdef class Parcel:
     """One item on its way; its payload is borrowed until wait() returned."""
 
     cdef SendItem item
     cdef Completion done
     cdef object payload         # a memoryview: what it is of cannot change its size
+    cdef SharedCrc shared_crc
 
     def wait(self, *, double timeout_s):
         """Wait until the payload has left its memory; raise the link's error."""
@@ -204,10 +212,12 @@ cdef class Mailbox(LinkOwner):
     def post(self, uint32_t peer, payload, *, int kind=1, uint64_t key=0, int priority=0,
              uint32_t chunk_bytes=0, bint is_credited=False, int kick=KICK_WAKE, uint8_t dtype=0,
              uint8_t flags=0, uint32_t key_version=0, uint32_t sender=0, uint32_t offset=0,
-             int status=0, uint32_t subject=0, uint32_t turn=0, bint is_whole=False):
+             int status=0, uint32_t subject=0, uint32_t turn=0, bint is_whole=False,
+             SharedCrc shared_crc=None):
         """Send bytes-like payload as frames of chunk_bytes; return a Parcel to wait for.
 
-        offset: of the payload within its partition. The other fields travel in the header.
+        offset: of the payload within its partition. shared_crc: of all posts of this payload with
+        this version. The other fields travel in the header.
         """
         cdef Parcel parcel = Parcel()
         cdef Link* link
@@ -229,6 +239,9 @@ cdef class Mailbox(LinkOwner):
         parcel.item.is_credited = is_credited
         parcel.item.turn = turn
         parcel.item.is_whole = is_whole
+        parcel.shared_crc = shared_crc
+        if shared_crc is not None:
+            parcel.item.shared_crc = &shared_crc.kept
         parcel.item.sent = parcel_sent
         parcel.item.context = &parcel.done
         completion_reset(&parcel.done, 1)

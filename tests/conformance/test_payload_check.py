@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transport_nets import IN_ORDER, PEER_LOST, PROTOCOL, TIMEOUT_S, payload_of, tcp_pair
 
 from aids import faces, wire
-from aids.mailbox import Mailbox
+from aids.mailbox import Mailbox, SharedCrc
 from aids.wire import HEADER_BYTES, FrameKind, Header, pack_header
 from fastps.transport.tcp._transport import TcpTransport
 
@@ -130,6 +130,40 @@ def test_both_ends_of_a_checked_link(sizes, chunk):
             assert list(got.values()) == payloads
         a.end(0, IN_ORDER)
         assert b.wait_ended(0, timeout_s=TIMEOUT_S) == IN_ORDER
+    finally:
+        transport.close(timeout_s=TIMEOUT_S)
+
+
+def test_the_crc_of_a_payload_for_several_links_is_taken_once():
+    """Each link of a payload carries the first CRC, so a payload that changes is found."""
+    transport = TcpTransport()
+    try:
+        sender, receiver = Mailbox(), Mailbox()
+        for peer in range(4):
+            near, far = tcp_pair()
+            with near, far:
+                transport.adopt(near.detach(), sender, peer=peer, is_checked=True)
+                transport.adopt(far.detach(), receiver, peer=peer, is_checked=True)
+        payload, shared = bytearray(payload_of(5000)), SharedCrc()
+
+        def post(peer: int, version: int, chunk_bytes: int = 0) -> None:
+            sender.post(
+                peer, payload, key_version=version, chunk_bytes=chunk_bytes, shared_crc=shared
+            ).wait(timeout_s=TIMEOUT_S)
+
+        for peer in range(2):
+            post(peer, 1)
+            assert receiver.receive(timeout_s=TIMEOUT_S)[2] == payload
+        payload[77] ^= 1
+        post(0, 1)
+        assert receiver.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
+        assert not receiver.has_letter()
+        post(1, 2)  # another version
+        assert receiver.receive(timeout_s=TIMEOUT_S)[2] == payload
+        payload[78] ^= 1
+        post(2, 2, chunk_bytes=3000)  # two frames: each takes its own
+        parts = [receiver.receive(timeout_s=TIMEOUT_S)[2] for _ in range(2)]
+        assert b"".join(parts) == payload
     finally:
         transport.close(timeout_s=TIMEOUT_S)
 

@@ -17,8 +17,9 @@ On links to other machines both are kept as short as the link's rate allows (fol
 Each frame of a checked link has a check behind its header: the CRC-32C of its payload, with the
 header's checksum and the number of the frame on this link, so that no payload passes with another
 header, and no frame is missed or comes twice. The thread that writes takes the CRC just before the
-kernel copies the bytes, the I/O thread just after each read. It delivers no frame whose check
-fails, and nothing is summed before it is delivered.
+kernel copies the bytes, once for all links of a payload (payload_crc()). The I/O thread takes it
+just after each read. It delivers no frame whose check fails, and nothing is summed before it is
+delivered.
 
 Invariants. Only the I/O thread reads. send_lock guards everything named send_*, what epoll is
 asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
@@ -34,7 +35,9 @@ from libc.string cimport memcpy, memmove, memset
 from fastps._core cimport (
     E_PEER_LOST, E_PROTOCOL, E_AGAIN, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
 )
-from fastps.native.atomic cimport fps_fence, fps_load32, fps_store32
+from fastps.native.atomic cimport (
+    fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
+)
 from fastps.native.crc cimport fps_crc
 from fastps.native.posix cimport (
     EPOLLET, EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, MSG_DONTWAIT,
