@@ -124,6 +124,9 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
     link.recv_asked = iov[used].iov_len + (link.recv_missing if used else 0)
     message.msg_iov = iov
     message.msg_iovlen = used + 1
+    if used and link.is_checked and link.recv_missing > CHECKED_READ_BYTES:
+        link.recv_asked = iov[0].iov_len = CHECKED_READ_BYTES
+        message.msg_iovlen = 1
     probe_hit(PROBE_LINK_RECV, 0, 0)
     count = recvmsg(link.base.fd, &message, MSG_DONTWAIT)
     link.base.link.stats.reads += 1

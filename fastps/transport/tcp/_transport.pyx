@@ -91,6 +91,7 @@ cdef enum:
     READ_BUDGET = 1 << 20       # bytes read from one link before the others have their turn
     CHECK_BYTES = 4             # behind the header, on a checked link
     CHECKED_BATCH_BYTES = 128 << 10     # of one gathered write there: the cache holds them
+    CHECKED_READ_BYTES = 128 << 10      # of a payload in one read there, for the same reason
     MAX_DAMAGES = 16            # frames that failed their checks are remembered
     BORROW_BYTES = 512 << 10    # a link without credit for too long sends beyond its credit
 
