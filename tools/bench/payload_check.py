@@ -3,9 +3,10 @@
 
 Two links over the loopback, one checked and one not, carry the same arrays there and back in turn,
 some milliseconds each, so that both see the same machine. Each end has an I/O thread; on two
-processors both are busy. Columns: bytes of a frame; median nanoseconds that a byte takes on each
-link, both ways together; median of the ratios of neighbours in time, and their quartiles. First by
-the clock, then by the processor time of all threads, which other programs disturb less.
+processors both are busy. Their congestion control is that of a job. Columns: bytes of a frame;
+median nanoseconds that a byte takes on each link, both ways together; median of the ratios of
+neighbours in time, and their quartiles. First by the clock, then by the processor time of all
+threads, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -25,25 +26,48 @@ from aids import faces
 from aids.boards import EchoBoard, PushBoard
 from aids.faces import Buffer
 from fastps._core import BufferPool
+from fastps.config import load
 from fastps.config.closed_pipe import ends_quietly
+from fastps.transport.tcp import prefer_same_host
 from fastps.transport.tcp._transport import TcpTransport
 
 TIMEOUT_S = 120.0
+HOST = "127.0.0.1"
 KIB = 1 << 10
 HOT_BYTES = 64 * KIB
+
+
+class Arrays:
+    """The memory of both links: it differs in speed from place to place."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.pool = BufferPool()
+        self.far = Buffer(self.pool, 2 * nbytes)
+        self.array, self.output = mmap.mmap(-1, nbytes), mmap.mmap(-1, nbytes)
+        self.array[:] = os.urandom(nbytes)
+
+    def close(self) -> None:
+        """Return the memory."""
+        self.far.give_back()
+        self.pool.close()
 
 
 class Link:
     """An array that goes to the other end and comes back."""
 
-    def __init__(self, nbytes: int, chunk_bytes: int, *, is_checked: bool) -> None:
+    def __init__(self, arrays: Arrays, chunk_bytes: int, *, is_checked: bool) -> None:
+        nbytes = arrays.nbytes
         self.transports = [TcpTransport(), TcpTransport()]
-        self.pool = BufferPool()
-        self.memory = Buffer(self.pool, 2 * nbytes)
-        self.echo = EchoBoard(1, nbytes, self.memory, chunk_bytes=chunk_bytes)
+        self.arrays = arrays
+        self.echo = EchoBoard(1, nbytes, arrays.far, chunk_bytes=chunk_bytes)
         self.push = PushBoard(1, nbytes, chunk_bytes=chunk_bytes)
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            near = socket.create_connection(listener.getsockname())
+        config = load({}, environ={})
+        with socket.create_server((HOST, 0)) as listener:
+            prefer_same_host(listener, HOST, config)  # before the connection, as a job does
+            near = socket.socket()
+            prefer_same_host(near, HOST, config)
+            near.connect(listener.getsockname())
             far, _ = listener.accept()
         for sock, transport, board in zip(
             (near, far), self.transports, (self.push, self.echo), strict=True
@@ -51,31 +75,28 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
             transport.adopt(sock.detach(), board, peer=0, is_checked=is_checked)
-        self.array, self.output = mmap.mmap(-1, nbytes), mmap.mmap(-1, nbytes)
-        self.array[:] = os.urandom(nbytes)
 
     def go(self) -> tuple[int, int]:
         """Return how long one trip takes, and the processor time, in nanoseconds."""
         began, began_cpu = time.perf_counter_ns(), time.process_time_ns()
-        self.push.push(0, self.array, self.output)
+        self.push.push(0, self.arrays.array, self.arrays.output)
         self.push.wait(0, timeout_s=TIMEOUT_S)
         return time.perf_counter_ns() - began, time.process_time_ns() - began_cpu
 
     def close(self) -> None:
         """Verify what came back, and end the link."""
-        assert self.array[:] == self.output[:], "the bytes differ"
+        assert self.arrays.array[:] == self.arrays.output[:], "the bytes differ"
         self.push.end(-2)
         self.push.wait_ended(timeout_s=TIMEOUT_S)
         for transport in self.transports:
             transport.close(timeout_s=TIMEOUT_S)
         del self.echo
-        self.memory.give_back()
-        self.pool.close()
 
 
 def compare(nbytes: int, chunk_bytes: int, rounds: int) -> str:
     """Return the line of one size of frames."""
-    links = [Link(nbytes, chunk_bytes, is_checked=is_checked) for is_checked in (False, True)]
+    arrays = Arrays(nbytes)
+    links = [Link(arrays, chunk_bytes, is_checked=is_checked) for is_checked in (False, True)]
     times: list[list[tuple[int, int]]] = [[], []]
     for turn in range(rounds + 2):
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -84,6 +105,7 @@ def compare(nbytes: int, chunk_bytes: int, rounds: int) -> str:
                 times[which].append(took)
     for link in links:
         link.close()
+    arrays.close()
     line = f"{chunk_bytes:9}"
     for clock in (0, 1):
         plain, checked = ([took[clock] / nbytes for took in one] for one in times)
