@@ -91,7 +91,8 @@ class Commits:
         Return what now has on all of these members, and where others have said that it has to
         land on other members: one of the two is wrong.
         """
-        done, differences = [], []
+        done: list[str] = []
+        differences: list[Difference] = []
         for entry in entries:
             claims = self._landed.setdefault(entry, {})
             landed = claims.setdefault(members, set())

@@ -661,8 +661,9 @@ class ElasticSession(Session):
         A thread of the program that waits would report it too, but perhaps late.
         """
         connections, view = self.connections, self.view
-        broken = connections.engine.failure or connections.exchange.failure
-        if broken is None or self._told_ended == view or self._has_news(view):
+        if self._told_ended == view or self._has_news(view):
+            return
+        if connections.engine.failure is None and connections.exchange.failure is None:
             return
         self._told_ended = view
         self._report(connections.failure("", Status.PEER_LOST), view)
