@@ -24,7 +24,7 @@ def is_unacknowledged(sock: socket.socket, seconds: float) -> bool:
     with contextlib.suppress(OSError):  # closed, or no TCP
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _HEAD.size)
         if len(info) == _HEAD.size:
-            found = _HEAD.unpack(info)
+            found: tuple[int, ...] = _HEAD.unpack(info)
             is_waiting = found[_RESENT] > 0 and found[_UNACKNOWLEDGED] > 0
             return is_waiting and found[_SINCE_ACKNOWLEDGED_MS] >= 1000 * seconds
     return False
