@@ -53,6 +53,7 @@ class Broken(Target):
             threading.Event().wait(60)
 
 
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_what_is_taken_wrongly_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(driver, "HANG_S", 1.0)
     target = Broken()
