@@ -40,7 +40,7 @@ _SUPPORTED = (
 # from unpacking, from NumPy, and from a class that has no such member.
 _MALFORMED = (
     ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError,
-)
+)  # fmt: skip
 
 
 class Unsendable:
