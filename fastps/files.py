@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open the files and folders that a job makes or reads, so that no other user can swap them.
 
-Timelines, traces, commits, meeting files, logs of processes, the token and compiled kernels all
-come through here. A folder is opened once, checked by its descriptor, and held; its files are
-named relative to that descriptor. A new file is made with O_EXCL and mode 0600. A file that is
-read is opened without waiting and without following a link, and must be a regular file that only
-this user or root can write. Every error is an OSError whose text says what to do.
+Timelines, traces, commits, checkpoints, meeting files, logs of processes, the token and compiled
+kernels all come through here. A folder is opened once, checked by its descriptor, and held; its
+files are named relative to that descriptor. A new file is made with O_EXCL and mode 0600. A file
+that is read is opened without waiting and without following a link, and must be a regular file
+that only this user or root can write. Every error is an OSError whose text says what to do.
 
 Knows no setting and no format. Threads: any; an object serves one at a time.
 """
@@ -89,8 +89,22 @@ class Folder:
             self.remove(draft)  # free its bytes: the disk may be full
             raise
 
+    def subfolder(self, name: str, *, is_made: bool = False) -> Folder:
+        """Open a folder in it, checked as by open_folder(); is_made: make it first."""
+        if is_made:
+            os.mkdir(name, 0o700, dir_fd=self.descriptor)
+        path = self.path / name
+        return _checked_folder(Folder(os.open(name, _FOLDER, dir_fd=self.descriptor), path))
+
+    def remove_folder(self, name: str) -> None:
+        """Remove a folder and the files in it; does nothing if it is not there."""
+        with contextlib.suppress(FileNotFoundError), self.subfolder(name) as folder:
+            for inside in folder.names():
+                folder.remove(inside)
+            os.rmdir(name, dir_fd=self.descriptor)
+
     def rename(self, old: str, new: str) -> None:
-        """Rename a file, over another file if there is one."""
+        """Rename a file, over another file if there is one, or a folder."""
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def remove(self, name: str) -> None:
@@ -121,22 +135,7 @@ def open_folder(path: Path, *, is_made: bool = True) -> Folder:
     """
     if is_made:
         make_folders(path)
-    folder = _open_folder(path)
-    try:
-        status = os.fstat(folder.descriptor)
-        _check_owner(status, path)
-        if _is_writable_by_others(status):
-            mode = stat.S_IMODE(status.st_mode)
-            raise PermissionError(
-                errno.EPERM,
-                f"other users can write to it (mode {mode:04o}): name a folder in it that does "
-                f"not exist yet, or run `chmod go-w {path}`",
-                str(path),
-            )
-    except OSError:
-        folder.close()
-        raise
-    return folder
+    return _checked_folder(_open_folder(path))
 
 
 def open_shared(path: Path) -> Folder:
@@ -187,6 +186,25 @@ def _open_folder(path: Path) -> Folder:
                 errno.ELOOP, f"it is a link: name the folder itself, {path.resolve()}", str(path)
             ) from error
         raise
+
+
+def _checked_folder(folder: Folder) -> Folder:
+    path = folder.path
+    try:
+        status = os.fstat(folder.descriptor)
+        _check_owner(status, path)
+        if _is_writable_by_others(status):
+            mode = stat.S_IMODE(status.st_mode)
+            raise PermissionError(
+                errno.EPERM,
+                f"other users can write to it (mode {mode:04o}): name a folder in it that does "
+                f"not exist yet, or run `chmod go-w {path}`",
+                str(path),
+            )
+    except OSError:
+        folder.close()
+        raise
+    return folder
 
 
 def _open_checked(path: Path, name: str, folder: int, *, is_private: bool) -> BufferedReader:
