@@ -64,7 +64,7 @@ from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.excepthook import MAX_WORDS
 from fastps.session.session import Session, State
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
-from fastps.session.view import View
+from fastps.session.view import View, has_news
 from fastps.types import DType, checked_seconds
 from fastps.worker.handle import READY, Array, Handle, OperationHandle
 
@@ -692,11 +692,12 @@ class ElasticSession(Session):
             return
         if not is_over:
             self._await_view(view, self.config.start_timeout_s)
-        self.told_view = self.view
+        self.acknowledge_view()
 
     def acknowledge_view(self) -> None:
         """Note that the program knows of the present view: its operations need not say so."""
-        self.told_view = self.view
+        if has_news():
+            self.told_view = self.view
 
     def view_error(self, what: str) -> ViewChangedError:
         """Return the error that tells the program of the present view."""
@@ -790,7 +791,7 @@ class ElasticSession(Session):
                 self._await_view(view, self.config.start_timeout_s)
             except FastPSError as other:
                 return other
-            self.told_view = self.view
+            self.acknowledge_view()
         return error
 
     def _on_event(self, event: Event) -> None:

@@ -25,6 +25,7 @@ from fastps.control.protocol import ResultsLanded
 from fastps.errors import FastPSError, Status, ViewChangedError
 from fastps.session.groups import Groups
 from fastps.session.host import SessionHost
+from fastps.session.view import has_news
 from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ class ElasticGroups(Groups):
         """
         super().check_usable()
         self.check_present("this operation")
-        if self._session.told_view < self._view:
+        if self._session.told_view < self._view and has_news():
             raise self._session.view_error("this operation")
 
     def check_present(self, what: str) -> None:

@@ -1,10 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job goes on when members are lost, and what the program is told of it. Pure."""
+"""How a job goes on when members are lost, and what the program is told of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def without_news() -> Iterator[None]:
+    """Let operations of this thread tell of no new view: the program hears by its own ones."""
+    _here.is_quiet = True
+    try:
+        yield
+    finally:
+        _here.is_quiet = False
+
+
+def has_news() -> bool:
+    """Return whether operations of this thread tell the program of a new view."""
+    return not getattr(_here, "is_quiet", False)
 
 
 @dataclass(frozen=True)
