@@ -24,6 +24,7 @@ from fastps.contract.rule import Choice as RuleChoice
 from fastps.errors import (
     ArgumentError,
     AuthError,
+    CheckpointError,
     ConfigError,
     DuplicateNameError,
     FastPSError,
@@ -95,6 +96,7 @@ from fastps.types import dtype_of
 from fastps.worker.handle import Array, Handle, Waitable
 
 if TYPE_CHECKING:
+    from fastps import checkpoint
     from fastps.algorithms import outer
     from fastps.algorithms.async_local_sgd import AsyncLocalSGD, Constant, Hinge, Polynomial
     from fastps.algorithms.held_parameters import (
@@ -175,6 +177,7 @@ __all__ = [
     "AsyncLocalSGD",
     "AuthError",
     "Average",
+    "CheckpointError",
     "Compensation",
     "Compression",
     "ConfigError",
@@ -222,6 +225,7 @@ __all__ = [
     "broadcast",
     "broadcast_async",
     "broadcast_object",
+    "checkpoint",
     "declare",
     "empty",
     "forget",
@@ -327,7 +331,7 @@ _LATER = (
     "fastps.algorithms.local_sgd",
     "fastps.algorithms.async_local_sgd",
 )
-_MODULES = {"outer": "fastps.algorithms.outer"}
+_MODULES = {"checkpoint": "fastps.checkpoint", "outer": "fastps.algorithms.outer"}
 
 if not TYPE_CHECKING:  # type checkers know the names from above, and find misspelt ones
 

@@ -7,6 +7,7 @@ FastPSError
 +- DuplicateNameError     an operation of the same name is still in flight
 +- NotInitializedError    init() was not called, or this process was forked from one that did
 +- AuthError              wrong or missing job token
++- CheckpointError        a checkpoint could not be written, or is not what was written
 +- ProtocolError          a peer speaks another version or sent what no peer may send
 +- MismatchError          workers disagree about one tensor
 +- TransportError
@@ -51,6 +52,10 @@ class NotInitializedError(FastPSError):
 
 class AuthError(FastPSError):
     """The job token is wrong or missing."""
+
+
+class CheckpointError(FastPSError):
+    """A checkpoint could not be written, or is missing, damaged or not of this format."""
 
 
 class ProtocolError(FastPSError):

@@ -24,6 +24,7 @@ from fastps import (
     Adasum,
     ArgumentError,
     AuthError,
+    CheckpointError,
     ConfigError,
     DuplicateNameError,
     Elastic,
@@ -109,7 +110,10 @@ from fastps.frameworks.horovod import (
     start_timeline,
     stop_timeline,
 )
-from fastps.frameworks.torch import elastic
+from fastps.frameworks.torch import (
+    checkpoint,
+    elastic,
+)
 from fastps.frameworks.torch.algorithms.async_local_sgd import AsyncLocalSGD
 from fastps.frameworks.torch.algorithms.local_sgd import LocalSGD
 from fastps.frameworks.torch.algorithms.validated import (
@@ -229,6 +233,7 @@ __all__ = [
     "AsyncLocalSGD",
     "AuthError",
     "Average",
+    "CheckpointError",
     "CommunicationType",
     "Compression",
     "ConfigError",
@@ -292,6 +297,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "checkpoint",
     "comm_hook",
     "cross_rank",
     "cross_size",

@@ -130,9 +130,9 @@ def test_files_are_seen():
 
 @pytest.mark.parametrize(
     "room",
-    ["algorithms", "byzantine", "collectives", "contract", "control", "frameworks", "graph",
-     "launch", "native", "ops", "security", "server", "session", "telemetry", "transport",
-     "worker"],
+    ["algorithms", "byzantine", "checkpoint", "collectives", "contract", "control", "frameworks",
+     "graph", "launch", "native", "ops", "security", "server", "session", "telemetry",
+     "transport", "worker"],
 )  # fmt: skip
 def test_a_room_says_what_it_decides(room):
     """Its page: what it decides, and what it must never know; docs/architecture.md says so."""

@@ -45,6 +45,7 @@ FLOORS = {
     "fastps.session": 8,
     "fastps.ops": 9,
     "fastps.algorithms": 10,
+    "fastps.checkpoint": 10,
     "fastps.launch": 10,
     "fastps": 11,  # the package's own names: the NumPy face
     "fastps.frameworks": 12,
