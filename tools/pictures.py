@@ -78,6 +78,7 @@ THREADS = [
     ("fastps:control", "1 per member", "control/: answers, events, watches", "Python"),
     ("fastps:accept", "1 where a port is open", "transport/: handshakes", "Python"),
     ("fastps:scheduler", "1 per job", "control/: membership, one event loop", "Python"),
+    ("checkpoint", "2 while one is saved", "checkpoint/: words; a file", "Python"),
 ]
 
 

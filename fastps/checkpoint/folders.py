@@ -30,7 +30,7 @@ from fastps.files import Folder, open_folder, text_of
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
 _DRAFT = re.compile(r"\.step-\d+\.\d+")
-CHUNK_BYTES = 8 << 20  # digested and written at once, without the GIL
+CHUNK_BYTES = 32 << 20  # digested and written at once, without the GIL
 SYNC_BYTES = 64 << 20  # written before they are sent to the disk: others find room for theirs
 
 
@@ -147,7 +147,7 @@ def discard(folder: Folder, saved: Saved) -> None:
 
 
 def keep_newest(folder: Folder, keep: int) -> None:
-    """Remove complete checkpoints but for the newest ones; those that cannot go stay."""
+    """Remove older complete checkpoints; keep: how many stay. Those that cannot go stay too."""
     for old in list_saved(folder)[:-keep]:
         try:
             folder.rename(old.name, draft_of(old))  # so it is never there in part

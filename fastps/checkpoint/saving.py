@@ -50,6 +50,9 @@ PULSE_S = 1.0  # between words to the others while a file is being written
 STOP_S = 60.0  # for a chunk that is on its way to a slow disk when another worker has failed
 _NICE = 10  # of the thread that writes: what trains comes first
 _TEAM = "fastps checkpoint save"
+_THREADS = (
+    "fastps-checkpoint"  # not "fastps:": a new view does not wait for them, they wait for it
+)
 
 
 class SaveHandle:
@@ -140,7 +143,7 @@ class _Writing:
         self.cancelled = threading.Event()
         self.error = ""
         self.found: tuple[File, list[str]] | None = None
-        self.thread = threading.Thread(target=self._run, name="fastps-checkpoint-write")
+        self.thread = threading.Thread(target=self._run, name=f"{_THREADS}-write")
         self.thread.start()
 
     def _run(self) -> None:
@@ -203,7 +206,7 @@ class _Saver:
 
     def start(self) -> None:
         """Start the thread that saves."""
-        threading.Thread(target=self._run, name="fastps-checkpoint").start()
+        threading.Thread(target=self._run, name=_THREADS).start()
 
     def _run(self) -> None:
         error: BaseException | None = None

@@ -48,7 +48,7 @@ class Snapshot:
             yield self._data[at : at + size]
 
     def free(self) -> None:
-        """Give the memory to the next snapshot."""
+        """Keep the memory for the next snapshot."""
         _spare[:] = [self._data if self._data.base is None else self._data.base]
         self._data = np.empty(0, np.uint8)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The workers that save or restore together, and what they say to each other.
 
-A save communicates on a thread of its own. In an elastic job its operations must not tell that
-thread of a new view in the place of the program, so they are made without news
+A save communicates on a thread of its own. In an elastic job the program must hear of a new view,
+and this thread must not hear it first, so its operations are made without news
 (session/elastic_groups.py). Threads: one at a time.
 """
 

@@ -25,6 +25,8 @@ TOGETHER = (
     "sampler.py",
     "mixed_precision.py",
     "clip_and_accumulate.py",
+    "checkpoint.py {folder}/digits",
+    "checkpoint.py {folder}/digits",
     "resume.py {folder}/model.pt",
     "resume.py {folder}/model.pt",
     "ddp_port.py",

@@ -532,6 +532,21 @@ def test_files_are_those_of_safetensors(tmp_path):
     assert same(dict(sorted(found.items())), wanted)
 
 
+class Duck:
+    """An array of another framework."""
+
+    dtype, shape = np.dtype(np.float32), (2, 2)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray[Any, Any]:
+        """Return it as NumPy's."""
+        return np.eye(2, dtype=np.float32)
+
+
+def test_arrays_of_other_frameworks_are_saved_as_numpy_ones(tmp_path):
+    checkpoint.save([Duck()], tmp_path, step=1)
+    assert same(checkpoint.restore(tmp_path).state, [np.eye(2, dtype=np.float32)])
+
+
 def test_names_are_unique(tmp_path):
     state = {"a": {"b": np.ones(1)}, "a.b": np.zeros(2), "__metadata__": np.ones(3)}
     checkpoint.save(state, tmp_path, step=1)

@@ -4,8 +4,8 @@
     fastps-run -np 2 python tools/bench/checkpoint.py /data/trial --steps 8 --rounds 5
 
 A model with Adam is trained; its state has about --mbytes. Blocks of steps with a save at their
-beginning, and blocks without, take turns in one run. Printed for each pair: seconds of both, and
-what the save took by itself; at the end the median of the quotients.
+beginning, and blocks without, take turns in one run. Printed for each pair: seconds of both, the
+seconds of the copy, and the processor time that a save adds; at the end medians.
 """
 
 from __future__ import annotations
@@ -60,9 +60,11 @@ def main() -> None:
         return time.perf_counter() - began
 
     block()
-    quotients = []
+    quotients, extra, cpu = [], [], []
     for number in range(given.rounds + 1):
+        used = [time.process_time()]
         without = block()
+        used.append(time.process_time())
         began = time.perf_counter()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         handle = fps.checkpoint.save_async(state, given.folder, step=number, keep=2)
@@ -72,18 +74,26 @@ def main() -> None:
         whole = copied + train
         handle.wait()
         saved = time.perf_counter() - began
+        used.append(time.process_time())
         if number == 0:  # which also gets its memory
             continue
         quotients.append(whole / without)
+        extra.append(whole - without)
+        cpu.append(used[2] - used[1] - (used[1] - used[0]))
         if fps.rank() == 0:
             print(
                 f"{given.steps} steps without {without:.2f} s, with a save {whole:.2f} s "
                 f"({quotients[-1] - 1:+.1%}); the copy {copied:.3f} s, complete "
-                f"{'within them' if is_beside else f'after {saved:.2f} s'}", flush=True,
+                f"{'within them' if is_beside else f'after {saved:.2f} s'}; "
+                f"{cpu[-1]:.2f} s of processor more", flush=True,
             )  # fmt: skip
     nbytes = sum(3 * one.nbytes for one in model.parameters())
     if fps.rank() == 0:
-        print(f"{nbytes / 1e9:.2f} GB: {statistics.median(quotients) - 1:+.1%} in the median")
+        middle = statistics.median
+        print(
+            f"{nbytes / 1e9:.2f} GB: {middle(quotients) - 1:+.1%}, {middle(extra):+.2f} s, "
+            f"{middle(cpu):.2f} s of processor in each worker, in the median"
+        )
     fps.shutdown()
 
 
