@@ -146,11 +146,12 @@ def discard(folder: Folder, saved: Saved) -> None:
         folder.remove_folder(draft_of(saved))
 
 
-def keep_newest(folder: Folder, keep: int) -> None:
+def keep_newest(path: Path, keep: int) -> None:
     """Remove older complete checkpoints; keep: how many stay. Those that cannot go stay too."""
-    for old in list_saved(folder)[:-keep]:
-        try:
-            folder.rename(old.name, draft_of(old))  # so it is never there in part
-            folder.remove_folder(draft_of(old))
-        except OSError as error:
-            _log.warning("an old checkpoint could not be removed: %s", text_of(error))
+    try:
+        with open_folder(path, is_made=False) as folder:
+            for old in list_saved(folder)[:-keep]:
+                folder.rename(old.name, draft_of(old))  # so it is never there in part
+                folder.remove_folder(draft_of(old))
+    except OSError as error:
+        _log.warning("an old checkpoint could not be removed: %s", text_of(error))

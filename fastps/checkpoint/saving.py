@@ -352,6 +352,8 @@ class _Saver:
         if (error := replies[0].get("error", "its rank 0 gave up")) != "":
             raise CheckpointError(self._words(error))
         self._is_complete = True
+        if self._team.is_lead and self._wish.keep is not None:
+            folders.keep_newest(self._wish.folder, self._wish.keep)
 
     def _complete(self, results: Sequence[dict[str, Any]]) -> str:
         """Write the manifest and rename the folder; return why not."""
@@ -363,8 +365,6 @@ class _Saver:
                     data = write_manifest(self._manifest(results))
                     read_manifest(data)
                     folders.complete(folder, saved, data)
-                if self._wish.keep is not None:
-                    folders.keep_newest(folder, self._wish.keep)
         except ValueError as error:
             return f"{error}; Shards must cover their tensor once"
         except Exception as error:

@@ -138,9 +138,9 @@ def lose_one(*, folder: str, victim: int, call: str, place: str, count: int) -> 
     checkpoint.save(state_of(3), folder, step=3, keep=1)
     found = checkpoint.restore(folder)
     assert is_state(found.state, 3)
-    names = sorted(os.listdir(folder))
     last = int(fastps.push_pull(np.full(9, 1 << me), "g", average=False)[0])
-    fastps.barrier()
+    fastps.barrier()  # rank 0 has removed the others by now
+    names = sorted(os.listdir(folder))
     fastps.shutdown()
     return {
         "outcome": outcome, "there": there.step, "news": news, "names": names,
