@@ -95,7 +95,7 @@ def all_requests(driver: Recorded) -> None:
         driver.blob(peer, 0, b"object" if peer == workers[0] else None)
         driver.say(peer, Dispute(driver.request(), "w", 1, "sum", 5.0))
         driver.say(peer, Forget(driver.request(), (("v", 3),), 5.0))
-        driver.say(peer, ResultsLanded(1, ("w#1", "3#2#"), 0))
+        driver.say(peer, ResultsLanded(1, ("w#1", "3#2#"), (0, 1)))
     first, second = workers[:2]
     driver.say(first, Dropped(4))
     driver.say(first, AskClock(driver.request()))

@@ -22,7 +22,7 @@ METADATA = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md
 ONE_MODULE = "fastps.transport._link"  # one extension stands for all: the others take minutes
 BUILT = (".so", ".c", ".html", ".pyc")
 NEEDED = ["msgspec", "numba", "numpy"]
-FOR_DEVELOPERS = {"docs", "wheel", "sbom", "test"}
+FOR_DEVELOPERS = {"demo", "docs", "wheel", "sbom", "test"}
 
 
 @pytest.fixture(scope="module")
