@@ -537,8 +537,8 @@ def test_the_launcher_shows_no_token_of_its_environment(job, monkeypatch):
         with open(f"/proc/{os.getppid()}/environ") as file:
             print("FASTPS_TOKEN=" in file.read())
             file.seek(0)
-            assert "TOKEN" not in file.read()
-    """.replace("TOKEN", token)
+            assert "SECRET" not in file.read()
+    """.replace("SECRET", token)
     program = [sys.executable, job.write("train.py", code)]
     result = job.run([sys.executable, "-m", "fastps.launch.run", "-np", "1", *program])
     assert result.returncode == 0, result.stderr

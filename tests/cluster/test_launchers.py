@@ -237,19 +237,23 @@ def test_a_forked_child_does_not_keep_the_name():
     board = foreign_launch.UnixBoard(name)
     board.post("secret")
     reader, writer = os.pipe()
+    told, tell = os.pipe()
     child = os.fork()
     if not child:
         os.close(writer)
+        os.write(tell, b"1")  # it has closed its copies
         os.read(reader, 1)  # until its parent is done
         os._exit(0)
     try:
         os.close(reader)
+        os.read(told, 1)
         board.close()
         again = foreign_launch.UnixBoard(name)
         again.post("secret")
         again.close()
     finally:
-        os.close(writer)
+        for descriptor in (writer, told, tell):
+            os.close(descriptor)
         os.waitpid(child, 0)
 
 
