@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from run_program import mark
 
 import fastps
@@ -32,7 +33,9 @@ def steps(*, count: int = 24) -> dict[str, Any]:
     found = []
     for step in range(count):
         sums = later(tree) if step % 2 else fps.push_pull(tree, "now", average=False)
-        found.append(sorted({float(one) for leaf in jax.tree.leaves(sums) for one in leaf.flat}))
+        found.append(
+            sorted({float(one) for leaf in jax.tree.leaves(sums) for one in np.ravel(leaf)})
+        )
         mark("STEP", step)
     fastps.shutdown()
     return {"found": found}

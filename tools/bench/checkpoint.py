@@ -17,6 +17,7 @@ import time
 import torch
 
 import fastps.torch as fps
+from fastps.config.closed_pipe import ends_quietly
 
 
 def options() -> argparse.Namespace:
@@ -39,6 +40,7 @@ def model_of(mbytes: int) -> torch.nn.Module:
     )
 
 
+@ends_quietly
 def main() -> None:
     """Train, and print what saves cost."""
     given = options()
