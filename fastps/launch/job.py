@@ -472,8 +472,24 @@ class Job:
         place = accusation.role, accusation.rank
         found = [part for part in self.parts if isinstance(part, Child)]
         if lost is not None and self._may_be_renumbered():
-            return accusation, next((p for p in found if p.pid == lost.pid), None)
-        return accusation, next((p for p in found if (p.role, p.rank) == place), None)
+            accused = next((p for p in found if p.pid == lost.pid), None)
+        else:
+            accused = next((p for p in found if (p.role, p.rank) == place), None)
+        behind = None if accused is None else self._lost_behind(accused)
+        return behind or (accusation, accused)
+
+    def _lost_behind(self, accused: Child) -> tuple[Accusation, Child] | None:
+        """Return what an accused part reports about one that the job had spared before, and that.
+
+        A survivor whose start or operation fails for that loss may end the job, and so is what the
+        scheduler accuses.
+        """
+        accusation = accusation_of(accused)
+        if accusation is None:
+            return None
+        spared = (part for part in self._lost if isinstance(part, Child) and part is not accused)
+        part = next((part for part in spared if f", pid {part.pid})" in accusation.text), None)
+        return None if part is None else (accusation, part)
 
     def _is_elsewhere(self, accusation: Accusation) -> bool:
         """Return whether no part of ours is meant: then no end here can tell more."""

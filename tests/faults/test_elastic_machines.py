@@ -131,3 +131,33 @@ def test_a_launcher_takes_no_lost_worker_for_the_one_whose_rank_another_has_now(
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 137, done.stderr
     assert last.startswith("[fastps-run] worker 1 "), done.stderr
+
+
+def test_a_launcher_blames_the_lost_worker_that_a_survivor_names_as_why_it_ended(tmp_path):
+    """The scheduler knows only that the last one ended the job, for the first was spared."""
+    program = tmp_path / "train.py"
+    text = """
+    import os, signal, sys, time
+    import fastps
+    from fastps.session import current
+    causes = []
+    fastps.init(elastic=fastps.Elastic(min=1, on_view=lambda view: causes.append(view.cause)))
+    if os.environ["FASTPS_RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not causes:
+        time.sleep(0.01)
+    print(f"PeerLostError: the job did not start: {causes[0]}", file=sys.stderr, flush=True)
+    current.current()._client.close()  # without leaving, as where its first view fails
+    time.sleep(0.5)  # so the scheduler knows before the launcher does
+    os._exit(1)
+    """
+    program.write_text(textwrap.dedent(text))
+    done = subprocess.run(
+        [sys.executable, "-m", "fastps.launch.run", "-np", "2", "--min", "1", sys.executable,
+         str(program)],
+        env=clean_environ() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=90, check=False,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 137, done.stderr
+    assert last.startswith("[fastps-run] worker 1 "), done.stderr
