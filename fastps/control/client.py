@@ -507,7 +507,8 @@ class ControlClient:
         joined = self._ask(message, Joined, what="joining the job", timeout_s=timeout_s)
         self._start_pulse(joined, deadline)
         remaining_s = max(deadline - time.monotonic(), 0.0)
-        wait = AwaitStart(next(self._numbers), remaining_s)
+        limit_s = self._config.start_timeout_s
+        wait = AwaitStart(next(self._numbers), remaining_s, limit_s=limit_s)
         self._ask(wait, Started, what="the start of the job", timeout_s=remaining_s)
 
     def _take_start(self, started: Started) -> None:

@@ -450,7 +450,8 @@ class Membership(SilenceMixin, TestimonyMixin):
         In a view that begins each has its own time, so that one cannot end the waits of others.
         """
         assert member.start_request is not None
-        text = start_text(self.missing_text(), member.start_request.timeout_s)
+        asked = member.start_request
+        text = start_text(self.missing_text(), asked.limit_s or asked.timeout_s)
         self._why_no_start = self._why_no_start or text
         until = now + TOGETHER_S * (not self.is_changing)
         for item in list(self._peers.values()):

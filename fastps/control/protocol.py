@@ -322,13 +322,15 @@ class AwaitEnds(_Message, frozen=True):
 class AwaitStart(_Message, frozen=True):
     """Wait until the job is complete; answered by Started.
 
-    port, unix: where a survivor of the last view listens now; see Join.
+    limit_s: the whole limit of the start, for the text of an error; 0: timeout_s. port, unix:
+    where a survivor of the last view listens now; see Join.
     """
 
     request: Id
     timeout_s: Seconds
     port: Port = 0
     unix: Text = ""
+    limit_s: Seconds = 0.0
 
 
 class AskClock(_Message, frozen=True):

@@ -257,10 +257,8 @@ def test_who_is_missing_is_said_after_torch_s_timeout(tmp_path):
     )  # fmt: skip
     told = job.stdout.splitlines()
     assert re.match(r"TransportTimeout rank 0 has not posted .* within 0\.5 s: see", told[0]), told
-    for line, limit_s in zip(told[1:], (1.5, 1.0), strict=True):
-        found = re.search(r"within ([0-9.]+) s: .* missing: worker 1;", line)
-        assert found, told
-        assert limit_s / 2 < float(found[1]) <= limit_s  # less what joining took
+    for line, limit in zip(told[1:], ("1.5 s", "1 s"), strict=True):
+        assert re.search(rf"within {re.escape(limit)}: .* missing: worker 1;", line), told
 
 
 LOSER = """
