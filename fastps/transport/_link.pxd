@@ -37,8 +37,8 @@ cdef struct SendItem:
     int64_t queued          # while a trace is on: now_ns() of send(),
     int64_t taken           # and of its first frame's turn
     uint32_t turn           # of equal priorities the lower turn goes first; 0: the lower key
-    uint64_t of             # bytes of the operation that this item is a part of; 0: not many
     bint is_whole           # the receiver has one buffer for all of it: one frame may carry it
+    uint64_t of             # bytes of the operation that this item is a part of; 0: not many
     uint64_t* shared_crc    # of all items with this payload: key_version << 32 | CRC; or NULL
     bint is_credited        # count nbytes against the link's credit until credit() returns them
     sent_fn sent            # all bytes have left the memory, or the link closed; may be NULL

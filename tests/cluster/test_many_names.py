@@ -10,7 +10,7 @@ from job import WAIT_S, run_job
 FEW, MANY = 5_000, 30_000  # more than the ring of shared memory has room for
 # Of a name with its result, which is 150 bytes: its object and records are 0.6 KB, its places in
 # tables and in shared memory the rest, and over sockets what the joint server keeps of it.
-WAYS = {"memory": ("1", 1536), "sockets": ("0", 4736)}
+WAYS = {"memory": ("1", 1536), "sockets": ("0", 4608)}
 
 
 @pytest.mark.timeout(5 * WAIT_S)
