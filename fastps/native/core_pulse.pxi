@@ -38,7 +38,8 @@ cdef enum:
     PROBES_PAUSE_NS = 1_000_000     # after them: a flood takes no processor
     PATH_BYTES = 64
 
-cdef int64_t STARVED_NS = 10_000_000_000    # beyond its lease, for who gets no processor
+# Beyond its lease, for who gets no processor, or has not beaten yet.
+cdef int64_t STARVED_NS = 10_000_000_000
 
 cdef struct PulseState:     # owned by the Pulse object; freed after its thread was joined
     int fd                  # our duplicates: the caller may close his, and the number be reused
@@ -58,6 +59,7 @@ cdef struct PulseState:     # owned by the Pulse object; freed after its thread 
 
 cdef struct Heard:          # on the stack of the thread
     int64_t at_ns           # when the other side was heard, as far as it matters
+    bint has_begun          # it has been heard at all
     int64_t starved_ns      # how much longer than its lease it was waited for
     char seen               # what its thread did at the last look
 
@@ -161,6 +163,7 @@ cdef bint pulse_listen(PulseState* state, int64_t due_ns, Heard* heard) noexcept
 
 cdef void pulse_hear(Heard* heard, int64_t at_ns) noexcept nogil:
     heard.at_ns = at_ns
+    heard.has_begun = True
     heard.starved_ns = 0
     heard.seen = 0
 
@@ -168,11 +171,14 @@ cdef void pulse_hear(Heard* heard, int64_t at_ns) noexcept nogil:
 cdef bint pulse_is_starved(PulseState* state, Heard* heard) noexcept nogil:
     # Whether the other side waits for a processor or a disk of this machine, and may a while
     # longer. One that sleeps has got one just now: what it sent is read before the next look.
+    # Before the first beat that thread does not know of us yet, whatever it does.
     cdef char before = heard.seen
     heard.seen = thread_state(state.peer_stat)
     heard.starved_ns += state.interval_ns
     if heard.starved_ns > STARVED_NS:
         return False
+    if not heard.has_begun:
+        return True
     return heard.seen == c"R" or heard.seen == c"D" or (heard.seen == c"S" and before != c"S")
 
 
@@ -254,7 +260,7 @@ cdef class Pulse:
     caller's close. A full socket skips beats; any other error ends the pulse without an exception.
 
     lease_s: if the peer sends nothing for so long, end the pulse and let socket end_fd read its
-    end; silent_s is set before. answer_fd: a datagram socket whose probes are answered; who knows
+    end; silent_s is set before. Its first beat may take 10 s longer. answer_fd: a datagram socket whose probes are answered; who knows
     the first half of the cookie, 32 bytes, gets the second. peer_stat: the kernel's file about the
     thread of the peer that writes to us; while that waits for a processor, silence is no end.
     """

@@ -143,6 +143,7 @@ def other_pair():
 
 def test_silence_ends_the_reading_of_another_socket(pair, other_pair):
     began = time.monotonic()
+    pair[1].sendall(b"x")
     watch = {"lease_s": 0.3, "end_fd": other_pair[0].fileno()}
     pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 0.1, **watch)
     assert other_pair[0].recv(1) == b""
@@ -167,6 +168,18 @@ def test_beats_of_the_other_side_are_heard(pair, other_pair):
     assert pulse.silent_s >= 0.1
     pulse.stop()
     beats.stop()
+
+
+def test_who_has_not_beaten_yet_is_waited_for_longer(pair, other_pair):
+    """A scheduler that gets no processor between the handshake and its first beat is alive."""
+    stat = f"/proc/self/task/{threading.get_native_id()}/stat".encode()  # it sleeps
+    watch = {"lease_s": 0.1, "end_fd": other_pair[0].fileno(), "peer_stat": stat}
+    pulse = _core.Pulse(pair[0].fileno(), PAYLOAD, 0.03, **watch)
+    assert not select.select([other_pair[0]], [], [], 1.0)[0]
+    pair[1].sendall(b"x")
+    assert select.select([other_pair[0]], [], [], 1.0)[0]
+    assert 0.1 <= pulse.silent_s < 0.5
+    pulse.stop()
 
 
 def test_an_end_of_the_connection_is_no_silence(pair, other_pair):
@@ -359,6 +372,7 @@ def test_a_peer_that_waits_for_a_processor_is_not_given_up(
     try:
         if is_stopped:
             busy.send_signal(signal.SIGSTOP)
+        pair[1].sendall(b"x")
         pulse = _core.Pulse(
             pair[0].fileno(), PAYLOAD, 0.05, lease_s=0.2, end_fd=other_pair[0].fileno(),
             peer_stat=f"/proc/{busy.pid}/stat".encode(),
