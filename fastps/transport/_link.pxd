@@ -16,7 +16,7 @@
 # the other owner may still read it. The sender keeps the memory until `sent` was called and the
 # round has ended.
 cimport cython
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 from fastps._core cimport Queue, Thread
 from fastps.native.posix cimport SO_DOMAIN, SOL_SOCKET, getsockopt, pthread_mutex_t
@@ -37,10 +37,10 @@ cdef struct SendItem:
     int64_t queued          # while a trace is on: now_ns() of send(),
     int64_t taken           # and of its first frame's turn
     uint32_t turn           # of equal priorities the lower turn goes first; 0: the lower key
-    bint is_whole           # the receiver has one buffer for all of it: one frame may carry it
+    uint8_t is_whole        # the receiver has one buffer for all of it: one frame may carry it
+    uint8_t is_credited     # count nbytes against the link's credit until credit() returns them
     uint64_t of             # bytes of the operation that this item is a part of; 0: not many
     uint64_t* shared_crc    # of all items with this payload: key_version << 32 | CRC; or NULL
-    bint is_credited        # count nbytes against the link's credit until credit() returns them
     sent_fn sent            # all bytes have left the memory, or the link closed; may be NULL
     void* context           # owner's
 

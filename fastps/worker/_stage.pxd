@@ -107,6 +107,7 @@ cdef struct Sending:
     SendItem item               # its PUSH or PULL; lent to the link while in flight
     LinkSlot* slot              # link to its owner
     uint32_t owner
+    bint is_withdrawn           # nothing lands by a promise any more; I/O thread
     char* promised              # where its owner knows that results land
     uint32_t received           # result bytes landed; I/O thread
     uint32_t stamp              # of the value that landed: see server/_accumulate*; I/O thread
@@ -117,7 +118,6 @@ cdef struct Sending:
     int64_t left                # while a trace is on: when its last byte left us,
     int64_t first_landed        # when its first result came,
     int64_t landed              # and its last
-    bint is_withdrawn           # and nothing lands by a promise any more; I/O thread
 
 cdef struct Plan:
     Stage* stages[MAX_STAGES]
