@@ -219,7 +219,9 @@ class Plan:
     weights: tuple[int, ...]
     is_local: bool
 
-    def job(self, config: Config, item: Peer, generation: int, local: tuple[int, int]) -> Job:
+    def job(
+        self, config: Config, item: Peer, generation: int, local: tuple[int, int], *, view: int
+    ) -> Job:
         """Describe the job to one member."""
         return Job(
             config.job_id,
@@ -231,6 +233,7 @@ class Plan:
             self.owners,
             self.is_local,
             config.num_validators,
+            view,
         )
 
 

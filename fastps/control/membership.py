@@ -102,6 +102,10 @@ NO_NEWCOMERS = (
 )
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
+NOT_REPLAYED = (
+    "the log of FASTPS_REPLAY does not lose it here, so results would differ from here on: "
+    "start the replay again"
+)
 DIFFER_S = 10.0  # for other members of an operation to say of whom it is, where two differ
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
@@ -156,7 +160,8 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._collectives = Collectives(config.n_programs, self._declarations.forget)
         self._replay = Replay(replay)
         self._commits = Commits(self._replay)
-        self._n_views = 0  # that have ended
+        self._n_views = 0  # that have ended, and before the present program's first
+        self._views_before = 0
         self._in_view: tuple[int, ...] = ()  # workers, by the ranks that they began with
 
     # ---- events ----
@@ -438,7 +443,10 @@ class Membership(SilenceMixin, TestimonyMixin):
         for item in group:
             item.has_started = True
             request, item.start_request = item.start_request, None
-            job = plan.job(self._view, item, self.generation, places[item.peer])
+            job = plan.job(
+                self._view, item, self.generation, places[item.peer],
+                view=self._n_views - self._views_before + 1,
+            )  # fmt: skip
             if request is None:  # a server of an earlier generation
                 self._send(item.peer, NewJob(job))
             else:
@@ -689,6 +697,11 @@ class Membership(SilenceMixin, TestimonyMixin):
     def _change_view(self, member: Peer, cause: str, now: float) -> None:
         """Begin the next view, which all others shall await; what they asked has failed."""
         lost = self._lost(member, cause)
+        survivors = [item for item in self._peers.values() if item is not member]
+        in_view = _places_of(survivors)
+        if member.is_worker and not self._replay.next_view(in_view):
+            self._fail_job(replace(lost, cause=f"{lost.cause}; {NOT_REPLAYED}"))
+            return
         self._dismiss([item for item in self._leaving() if item is not member])
         self.generation += 1
         self.phase, self.is_changing, self._departure = Phase.LOBBY, True, ""
@@ -697,17 +710,11 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._send_all(self._declarations.fail_all("view", str(lost)))
         self._end_view(str(lost))
         self._send(member.peer, ViewLost(self.generation, lost, survives=False))
-        survivors = [item for item in self._peers.values() if item is not member]
         for item in survivors:
             self._fail_start(item, "view", str(lost))
             self._send(item.peer, ViewLost(self.generation, lost, survives=True))
             item.has_started, item.is_owner, item.number = False, False, None
-        self._in_view = _places_of(survivors)
-        if member.is_worker and not self._replay.next_view(self._in_view):
-            log.error(
-                "%s; the job of FASTPS_REPLAY did not lose it here: results differ now", lost
-            )
-            self._replay.stop()
+        self._in_view = in_view
         self._count_survivors(survivors)
         self._change_until = now + self._config.start_timeout_s
         self._watch.begin(now)
@@ -783,6 +790,7 @@ class Membership(SilenceMixin, TestimonyMixin):
     def _next_generation(self, now: float) -> None:
         if self._config.elastic_min:
             self._end_view("all workers have left")
+            self._views_before = self._n_views
         self.phase = Phase.LOBBY
         self.generation += 1
         self._departure = ""

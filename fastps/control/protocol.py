@@ -114,7 +114,7 @@ class Job(_Record, frozen=True):
     servers that are processes of their own. owners: numbers of the members that can own keys:
     these servers, then, in a job with joint servers, the lowest rank of every machine, or all
     validators if there are some. is_local: all workers share one machine, so that no member needs
-    to own keys.
+    to own keys. view: its number in an elastic job, from 1 on.
     """
 
     job_id: Text
@@ -127,6 +127,7 @@ class Job(_Record, frozen=True):
     owners: tuple[Rank, ...]
     is_local: bool
     validators: Count = 0
+    view: Count = 1
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers of members that are not there."""

@@ -44,10 +44,6 @@ class Replay:
         """Return whether a result was committed in the present view, or may be."""
         return not self or number <= self._records[0].committed.get(key, 0)
 
-    def stop(self) -> None:
-        """Allow everything, and lose nobody any more."""
-        self._records = []
-
     def commit(self, key: str, number: int) -> None:
         """Take what was committed."""
         self._last[key] = number
@@ -58,17 +54,24 @@ class Replay:
         if not self:
             return None
         present, following = self._records[:2]
-        is_over = all(self._last.get(key, 0) >= last for key, last in present.committed.items())
         lost = set(present.workers) - set(following.workers)
-        return min(lost) if is_over else None
+        return min(lost) if self._is_over else None
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all is committed that the present view of the log committed."""
+        present = self._records[0].committed
+        return all(self._last.get(key, 0) >= last for key, last in present.items())
 
     def next_view(self, workers: Sequence[int]) -> bool:
-        """Go on to the view of these workers; False: the log has another one next."""
-        self._last = {}
-        if self and set(workers) == set(self._records[1].workers):
+        """Go on to the view of these workers; False: the log goes on otherwise."""
+        if self._records:
+            following = self._records[1].workers if self else workers
+            if not self._is_over or set(workers) != set(following):
+                return False
             del self._records[0]
-            return True
-        return not self
+        self._last = {}
+        return True
 
 
 def _merged(records: Sequence[ViewRecord]) -> list[ViewRecord]:

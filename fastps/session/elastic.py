@@ -259,7 +259,7 @@ class ElasticSession(Session):
 
     def __init__(self, config: Config, on_view: Sequence[Callable[[View], object]] = ()) -> None:
         """Join the job, as a Session does; on_view: as for call_in_views(), from the first on."""
-        self.view = 1  # its number; the job's generation is another
+        self.view = 1  # its number, as in View
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
@@ -907,7 +907,7 @@ class ElasticSession(Session):
         for handle in handles:
             self._start_again(handle)
         view = View(
-            self.view + 1, self.rank, self.size, "; ".join(lost), len(handles),
+            connections.job.view, self.rank, self.size, "; ".join(lost), len(handles),
             time.monotonic() - began,
         )  # fmt: skip
         if self.rank == 0:
@@ -915,7 +915,7 @@ class ElasticSession(Session):
         if not self._has_told(view):
             return
         with self.changed:
-            self.view += 1
+            self.view = view.number
             self._generation = connections.job.generation
             self.changed.notify_all()
 
@@ -958,7 +958,7 @@ class ElasticSession(Session):
     def _start_again(self, handle: ElasticHandle) -> None:
         """Start an operation in the view that begins."""
         try:
-            handle.start(self.view + 1)
+            handle.start(self.connections.job.view)
         except PeerLostError as error:
             if isinstance(error, ViewChangedError) or self._news is not None:
                 raise

@@ -109,18 +109,52 @@ def test_views_between_losses_of_servers_are_one():
     assert not replay.allows("a", 6)
     assert replay.allows("7#", 3)
     assert not replay.allows("7#", 4)
-    for name, number in (("a", 5), ("7#", 3)):
+    for name, number in (("a", 5), ("7#", 2)):
         assert replay.next_loss is None
         replay.commit(name, number)
+        assert not replay.next_view([0])  # one of them is still to come
+    replay.commit("7#", 3)
     assert replay.next_loss == 1
     assert replay.next_view([0])
     assert replay.allows("a", 1000)
     assert replay.next_loss is None
 
 
-def test_a_loss_that_the_log_lacks_is_told():
-    replay = Replay([ViewRecord(1, (0, 1, 2), {"a": 3}), ViewRecord(2, (0, 1), {})])
-    assert not replay.next_view([1, 2])
+@pytest.mark.parametrize("place", range(SIZE))
+@pytest.mark.parametrize("n_views", [1, 2])
+def test_a_loss_that_the_log_lacks_ends_the_job(place, n_views):
+    """Of another worker, or of the same one before all that it contributed to."""
+    views = [ViewRecord(1, (0, 1, 2), {"a": 1}), ViewRecord(2, (0, 1), {})][:n_views]
+    training = Training(views)
+    training.die(place)
+    lost = training.driver.machine.first_cause
+    assert lost is not None
+    assert lost.rank == place
+    assert "FASTPS_REPLAY does not lose it here" in lost.cause
+    assert not training.driver.machine.is_changing
+
+
+def test_a_loss_after_the_last_record_is_as_any_other():
+    training = Training([ViewRecord(1, (0, 1, 2), {"a": 1})])
+    for place in range(SIZE):
+        training.land(place, "a")
+    training.die(1)
+    assert training.driver.machine.first_cause is None
+    assert len(training.living()) == SIZE - 1
+
+
+def test_a_view_has_one_number_on_all_workers():
+    """Also on one that heard of a second loss before it was in the view after the first."""
+    driver = Driver(size=4, num_servers=0, elastic_min=1, lease_s=5)
+    workers = [driver.enter() for _ in range(4)]
+    driver.die(workers[3])
+    driver.wait(workers[0])
+    driver.die(workers[2])
+    for peer in workers[:2]:
+        driver.wait(peer)
+    for peer in workers[:2]:
+        jobs = [one.job for one in driver.sent[peer] if isinstance(one, Started)]
+        assert [job.view for job in jobs] == [1, 3]
 
 
 @pytest.mark.parametrize(
