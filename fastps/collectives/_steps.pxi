@@ -84,6 +84,12 @@ cdef void reject_late_frame(State* state, Entry* early, Work* work) noexcept nog
     free(early)
 
 
+cdef inline bint is_left_out(State* state, const OperationTask* task,
+                             uint32_t peer) noexcept nogil:
+    """Return whether an operation does without a member, so that no message of it is a mistake."""
+    return state.peers[peer].is_lost or (task.goes_on and state.peers[peer].has_left)
+
+
 cdef void reject_late_frames(State* state, const OperationTask* task, Work* work) noexcept nogil:
     """Drop messages that came early, and that the operation, now over, did not want."""
     cdef Entry* early = state.early
@@ -96,19 +102,26 @@ cdef void reject_late_frames(State* state, const OperationTask* task, Work* work
         if early.channel == task.channel and early.number == task.number:
             drop(state, early)
             unlist_early(state, early)
-            reject_late_frame(state, early, work)
+            if is_left_out(state, task, early.peer):
+                free(early.payload)
+                free(early)
+            else:
+                reject_late_frame(state, early, work)
         early = older
 
 
 cdef void refuse_foreign(State* state, OperationTask* task, Work* work) noexcept nogil:
-    """Look, among the newest, for a message that came before an operation and is not of it."""
+    """Look, among the newest, for a message that came before an operation and is not of it.
+
+    A member that died may have expected one that we no longer sent to it when we began.
+    """
     cdef Entry* early = state.early
     cdef int i
     for i in range(MANY_EARLY):
         if early == NULL:
             return
         if (early.channel == task.channel and early.number == task.number
-                and is_foreign(task, early, False)):
+                and not is_left_out(state, task, early.peer) and is_foreign(task, early, False)):
             refuse(state, task, early, work)
             return
         early = early.older
