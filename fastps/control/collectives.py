@@ -62,6 +62,7 @@ class _Meeting:
     began: float
     watch_s: float  # age at which to log the missing workers next
     entries: dict[int, Entry] = field(default_factory=dict)  # by rank
+    testaments: dict[int, str] = field(default_factory=dict)  # what removed workers had started
 
     def deadline(self) -> float:
         return min(entry.deadline for entry in self.entries.values())
@@ -135,31 +136,42 @@ class Collectives:
             return self._end(
                 key, "peer_lost", f"{_what(key)} cannot complete: {gone} left the job"
             )
-        joined = sorted(self._joined - meeting.entries.keys())
+        joined = sorted(self._joined - self._gone - meeting.entries.keys())
         if joined and key[0] not in ("dispute", "barrier"):
             return self._end(key, "mismatch", _joined_text(key, joined))
-        away = self._gone.union(joined) if key[0] == "barrier" else self._gone
-        if len(asked) < self._size - len(away):
-            return []
-        return self._complete(key)
+        return [] if self._missing(key) else self._complete(key)
+
+    def _missing(self, key: Key) -> list[int]:
+        """List the workers that a meeting waits for."""
+        away = self._gone | self._joined if key[0] == "barrier" else self._gone
+        away = away | self._meetings[key].entries.keys()
+        return [rank for rank in range(self._size) if rank not in away]
 
     def join(self, rank: int) -> Answers:
         """Record that a worker has run out of data; meetings that need it fail."""
         self._joined.add(rank)
-        if len(self._joined | self._gone) == self._size:
-            self._joined.clear()
+        self._end_join()
         return [answer for key in list(self._meetings) for answer in self._decide(key)]
 
     def remove(self, rank: int) -> Answers:
         """Remove a worker that left; meetings that need it fail."""
         self._gone.add(rank)
-        self.stalls.remove(rank)
+        self._end_join()
+        told = self.stalls.remove(rank)
         for key, meeting in list(self._meetings.items()):
             if rank in meeting.entries:
-                self._release(rank, meeting.entries.pop(rank))
+                entry = meeting.entries.pop(rank)
+                self._release(rank, entry)
+                if isinstance(entry.asked, Dispute):
+                    meeting.testaments[rank] = entry.asked.started
             if not meeting.entries:
                 self._close(key)
-        return [answer for key in list(self._meetings) for answer in self._decide(key)]
+        return told + [answer for key in list(self._meetings) for answer in self._decide(key)]
+
+    def _end_join(self) -> None:
+        """Expect all again once those that are left have run out of data."""
+        if len(self._joined | self._gone) == self._size:
+            self._joined.clear()
 
     def fail_all(self, kind: str, message: str) -> Answers:
         """End every meeting with the same error."""
@@ -240,10 +252,14 @@ class Collectives:
             return Failed(asked.request, "error", f"{text}; wait for some before sending more")
         return None
 
-    def _end_dispute(self, key: Key, meeting: _Meeting) -> str:
-        """Return which worker started what; late workers will get the same text."""
+    def _end_dispute(self, key: Key, meeting: _Meeting, loss: str) -> str:
+        """Return which worker started what; late workers will get the same text.
+
+        loss: what ended the job, and the dispute before its time; empty: nothing did.
+        """
         silent = {rank for rank in range(self._size) if rank not in meeting.entries} - self._gone
-        text = _dispute_text(meeting, sorted(silent))
+        gone = f"{workers_text(sorted(self._gone))} died or left the job" if self._gone else loss
+        text = _dispute_text(meeting, sorted(silent), gone)
         if silent:
             self._disputes[key] = silent, text
             if len(self._disputes) > MAX_MEETINGS:
@@ -266,7 +282,9 @@ class Collectives:
     def _end(self, key: Key, kind: str, message: str) -> Answers:
         meeting = self._close(key)
         if key[0] == "dispute":  # the known reports help more than the reason of the end
-            kind, message = "mismatch", self._end_dispute(key, meeting)
+            is_cut_short = kind == "peer_lost" and not self._gone
+            text = self._end_dispute(key, meeting, message if is_cut_short else "")
+            kind, message = "mismatch", text
         return [
             (entry.peer, Failed(entry.asked.request, kind, message))
             for entry in meeting.entries.values()
@@ -289,7 +307,7 @@ class Collectives:
 
     def _late_text(self, key: Key) -> str:
         entries = self._meetings[key].entries
-        missing = [rank for rank in range(self._size) if rank not in entries]
+        missing = self._missing(key)
         first = min(entries, key=lambda rank: entries[rank].deadline)
         text = (
             f"{_what(key)} timed out after {entries[first].asked.timeout_s:g} s of worker "
@@ -333,16 +351,23 @@ def _joined_text(key: Key, ranks: list[int]) -> str:
     )
 
 
-def _dispute_text(meeting: _Meeting, silent: list[int]) -> str:
-    """Return which workers started which operation, beginning with the lowest rank."""
-    sides: dict[str, list[int]] = {}
+def _dispute_text(meeting: _Meeting, silent: list[int], loss: str) -> str:
+    """Return which workers started which operation, beginning with the lowest rank.
+
+    loss: which workers are gone, for one of these may have been the only one that differs.
+    """
+    started = dict(meeting.testaments)
     name = ""
-    for rank, entry in sorted(meeting.entries.items()):
+    for rank, entry in meeting.entries.items():
         if isinstance(entry.asked, Dispute):
             name = entry.asked.name
-            sides.setdefault(entry.asked.started, []).append(rank)
+            started[rank] = entry.asked.started
+    sides: dict[str, list[int]] = {}
+    for rank, what in sorted(started.items()):
+        sides.setdefault(what, []).append(rank)
     lines = [f"{workers_text(ranks)} started {what}" for what, ranks in sides.items()]
     lines += [f"{workers_text(silent)} did not say in time"] * bool(silent)
+    lines += [loss] * bool(loss and len(sides) < 2)
     return (
         f"tensor {name!r}: the workers started different operations: {'; '.join(lines)}. Make all "
         "workers call the same operation"

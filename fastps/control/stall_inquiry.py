@@ -135,9 +135,15 @@ class Stalls:
             inquiry.late[rank] = answer
         return [] if inquiry.missing else self._end(answer.inquiry)
 
-    def remove(self, rank: int) -> None:
-        """Stop asking a worker that has left."""
+    def remove(self, rank: int) -> Answers:
+        """Stop asking a worker that is lost or has left; return the answers it held up."""
         self._peers.pop(rank, None)
+        for inquiry in self._inquiries.values():
+            inquiry.missing.discard(rank)
+            inquiry.in_it.discard(rank)
+            inquiry.late.pop(rank, None)
+        over = [number for number, inquiry in self._inquiries.items() if not inquiry.missing]
+        return [answer for number in over for answer in self._end(number)]
 
     def expire(self, now: float) -> Answers:
         """End the inquiries whose time is over."""
@@ -170,7 +176,8 @@ class Stalls:
                 "Python's interpreter lock"
             )
         gone = [f"worker {rank}" for rank in inquiry.asked.members if rank not in self._peers]
-        lines += [f"{join_names(gone)} left the job"] * bool(gone)
+        verb = "are" if len(gone) > 1 else "is"
+        lines += [f"{join_names(gone)} {verb} lost or left the job"] * bool(gone)
         if not lines:
             return "all workers have begun it; servers or links are slow"
         elsewhere = self._elsewhere(sorted(inquiry.late))
