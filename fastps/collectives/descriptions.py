@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from fastps.types import DType, ReduceOp
@@ -98,17 +98,19 @@ def rows_of(brought: Brought) -> Brought:
 
 
 def differing_text(
-    what: str, started: Sequence[tuple[int, str | None]], *, is_among_neighbors: bool = False
-) -> str:
+    what: str, started: Sequence[tuple[int, str | None]], *, gone: Collection[int] = (),
+    is_among_neighbors: bool = False,
+) -> str:  # fmt: skip
     """Word the error of an operation for which workers started different things.
 
-    started: what each did by rank, or None where it has not come to it so far.
+    started: what each did by rank, or None where it has not come to it so far. gone: ranks that
+    are lost or have left; of these it is not known whether they did.
     """
     sides: dict[str, list[int]] = {}
     for rank, words in started:
-        sides.setdefault("did not start it" if words is None else f"started {words}", []).append(
-            rank
-        )
+        side = "did not start it" if words is None else f"started {words}"
+        side = "died or left the job" if words is None and rank in gone else side
+        sides.setdefault(side, []).append(rank)
     told = "; ".join(f"{_workers(ranks)} {words}" for words, ranks in sides.items())
     cure = ", and let neighbors agree on who sends to whom" if is_among_neighbors else ""
     return (

@@ -35,22 +35,34 @@ class Differences:
         self._news = threading.Condition()
         self._started: dict[Key, dict[int, str]] = {}
         self._told: set[Key] = set()
+        self._gone: set[int] = set()  # workers that are lost or have left; they say nothing more
 
     def explain(self, group: Membership, name: str | None, channel: int, number: int) -> str:
         """Word the error of an operation; blocks until all members have said what they started.
 
-        For VERDICT_WAIT_S at most, for some may not come to it at all.
+        For VERDICT_WAIT_S at most, for some may not come to it at all; members that are gone are
+        not waited for.
         """
         key = channel, number
         about = self._session.connections.exchange.recall(channel, number)
         self._tell(key, group.ranks, about)
         with self._news:
-            self._news.wait_for(lambda: len(self._of(key)) == len(group.ranks), VERDICT_WAIT_S)
-            told = self._of(key)
+            self._news.wait_for(
+                lambda: self._gone.union(self._of(key)).issuperset(group.ranks), VERDICT_WAIT_S
+            )
+            told, gone = self._of(key), set(self._gone)
             started = [(rank, told.get(rank)) for rank in sorted(group.ranks)]
         what = f"operation {number} without a name" if name is None else f"tensor {name!r}"
         is_among_neighbors = about is not None and str(about.key[0]).startswith("neighbor")
-        return differing_text(f"{what}{group.of}", started, is_among_neighbors=is_among_neighbors)
+        return differing_text(
+            f"{what}{group.of}", started, gone=gone, is_among_neighbors=is_among_neighbors
+        )
+
+    def lose(self, rank: int) -> None:
+        """Wait no more for a worker that is lost or has left; on the control thread."""
+        with self._news:
+            self._gone.add(rank)
+            self._news.notify_all()
 
     def hear(self, event: Told) -> bool:
         """Take what another worker started, and answer; on the control thread."""

@@ -245,7 +245,7 @@ class RouteChecker:
             return
         sides[rank] = words[:MAX_TEXT_CHARS]
         self._tensors[name].update(tensors)
-        if len(sides) == self._session.size:
+        if sides.keys() | {*self._session.gone} >= {*range(self._session.size)}:
             self._fail(name)
 
     def _fail(self, name: str) -> None:
@@ -253,7 +253,8 @@ class RouteChecker:
         sides, tensors = self._sides[name], self._tensors.pop(name)
         del self._since[name]
         started = [(rank, sides.get(rank) or None) for rank in range(self._session.size)]
-        text = differing_text(f"tensor {name!r}", started) + "; this name is of no more use"
+        text = differing_text(f"tensor {name!r}", started, gone=self._session.gone)
+        text += "; this name is of no more use"
         for one in (name, *sorted(tensors)):
             self._texts[one] = text
             self._session.poison(TensorPoisoned(0, one, text))

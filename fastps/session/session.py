@@ -40,6 +40,7 @@ from fastps.control.protocol import (
     Layout,
     Locate,
     Parts,
+    PeerLeft,
     PeerLost,
     TensorPoisoned,
     TensorSpec,
@@ -809,6 +810,8 @@ class Session(ForgetMixin):
     def _on_event(self, event: Event) -> None:
         """Take news from the scheduler, on the control client's thread."""
         self._witness.on_event(event)
+        if isinstance(event, PeerLeft):
+            self.differences.lose(event.member)
         self.join_state.wake()
         if isinstance(event, TensorPoisoned):
             self.poison(event)
@@ -820,6 +823,8 @@ class Session(ForgetMixin):
             self.stalls.answer(event)
         elif isinstance(event, PeerLost):
             log.info("%s", event)  # the scheduler warns of it, and operations raise it
+            if event.role == "worker":
+                self.differences.lose(event.rank)
             if not self.config.goes_on:
                 self.join_state.end(Status.PEER_LOST)
         elif isinstance(event, JobOver):

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+from fastps.collectives.objects import encode_object
+from fastps.control.blame import VERDICT_WAIT_S
 from fastps.control.protocol import Told
 from fastps.session import differences
 from fastps.session.differences import MANY, Differences
@@ -67,6 +71,19 @@ def test_who_has_not_come_to_it_is_waited_for_a_while(monkeypatch):
     assert text == workers[0].explain(1)
     assert "worker 2 started neighbor_allreduce of 5" in text
     assert text.endswith("and let neighbors agree on who sends to whom")
+
+
+def test_who_is_gone_is_not_waited_for_and_not_blamed():
+    workers = made("allreduce of 3", "", "")
+    differences = workers[0].differences
+    differences.hear(Told(1, encode_object(("meant", 7, 1, "allgather of 3"))))
+    losing = threading.Thread(target=lambda: [differences.lose(rank) for rank in (1, 2)])
+    losing.start()
+    since = time.monotonic()
+    text = workers[0].explain(1)
+    losing.join()
+    assert time.monotonic() - since < VERDICT_WAIT_S
+    assert "worker 1 started allgather of 3; worker 2 died or left the job" in text
 
 
 def test_only_the_last_operations_are_kept():

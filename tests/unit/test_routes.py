@@ -32,6 +32,7 @@ class Worker:
 
     def __init__(self, rank: int, line: deque[tuple[Sequence[int], Told]]) -> None:
         self.rank, self._line = rank, line
+        self.gone: list[int] = []
         self._tensors: dict[str, StartedTensor] = {}
         self.poisoned: list[str] = []
         self.routes = RouteChecker(self, SimpleNamespace(is_on=False, round=0))  # type: ignore[arg-type]
@@ -120,6 +121,19 @@ def test_who_says_nothing_in_time_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(routes, "VERDICT_WAIT_S", -1.0)
     workers[1].wait_for("x")
     assert "worker 2 did not start it" in workers[1].why("x")
+
+
+def test_who_is_lost_is_not_waited_for_and_not_blamed():
+    workers = Workers()
+    workers[0].begin("x")
+    workers[1].begin_grouped("x")
+    workers[1].wait_for("x")
+    for worker in workers[:2]:
+        worker.gone.append(2)
+    workers.hear(2)
+    for worker in workers[:2]:
+        assert "worker 2 died or left the job" in worker.why("x")
+        assert "worker 1 started allreduce" in worker.why("x")
 
 
 def test_who_has_begun_more_does_not_differ():
