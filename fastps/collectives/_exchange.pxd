@@ -14,6 +14,8 @@ cdef enum:
     MAX_SOURCES = 1 << 10       # of one fold
     N_PLACES = 3                # of an operation: input, output, scratch
     MANY_RECENT = 256           # operations of which it is remembered what they were
+    MANY_NOTES = 1 << 17        # of one member, about operations that have not begun here
+    MANY_ANSWERS = 1 << 17      # to one member, that have not left
 
 cdef enum Following:            # whether the end of an operation is news
     UNFOLLOWED = 0
@@ -165,7 +167,7 @@ cdef struct Peer:               # what we know of one member
     uint64_t owed               # taken and not yet said
     int32_t flood               # Flood: what it sent more of than it may
     uint32_t notes              # of its frames: READY, OFFERED and FAILED that nothing here awaits
-    int32_t unread              # refusals that answer its frames, and have not left; atomic
+    int32_t unread              # answers to its frames that have not left; atomic
     int32_t landing             # what the frame under way is: Landing; its link's thread
     ActiveStep* step
     Entry* early

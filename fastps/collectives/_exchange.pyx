@@ -74,7 +74,6 @@ cdef enum:
     EAGER_BYTES = 32 << 10      # a message up to this size is sent unasked
     UNASKED_BYTES = 1 << 20     # of one sender that a receiver keeps, at most, and
     UNASKED_EACH = 128          # so many more are charged for each message: what its entry takes
-    MANY_NOTES = 1 << 17        # of one member, about operations that have not begun here
     FLAG_EAGER = 0x80           # of a MESSAGE: it was not asked for; the other bits: the operation
     FLAG_WHOLE = 0x80           # of a READY: there is one place for all of it
     MAY_DIFFER = 0x80           # in a dtype: who means other sizes by the same is not mistaken
@@ -728,7 +727,7 @@ cdef class Exchange(LinkOwner):
         if flood == FLOOD_NOTES:
             return f"it spoke of more than {MANY_NOTES} operations that have not begun here"
         if flood == FLOOD_ANSWERS:
-            return f"it sent what is answered, and left more than {MANY_NOTES} answers unread"
+            return f"it sent what is answered, and left more than {MANY_ANSWERS} answers unread"
         if flood == FLOOD_WINDOWS:
             return "it claimed the mutex of one window, or fetched its array, too often at once"
         return ""

@@ -288,7 +288,7 @@ cdef int check_notes(Peer* peer) noexcept nogil:
     if peer.notes > MANY_NOTES:
         peer.flood = FLOOD_NOTES
         return E_PROTOCOL
-    if fps_load32(&peer.unread) > MANY_NOTES:
+    if fps_load32(&peer.unread) > MANY_ANSWERS:
         peer.flood = FLOOD_ANSWERS
         return E_PROTOCOL
     return OK
@@ -299,7 +299,7 @@ cdef void taken_unasked(State* state, const Entry* early, Work* work) noexcept n
     cdef Peer* peer = &state.peers[early.peer]
     cdef Entry name
     peer.owed += unasked_charge(early.nbytes)
-    if peer.owed >= UNASKED_BYTES / 2 and fps_load32(&peer.unread) <= MANY_NOTES:
+    if peer.owed >= UNASKED_BYTES / 2 and fps_load32(&peer.unread) <= MANY_ANSWERS:
         name = early[0]
         name.channel = name.number = name.label = 0
         add_control(state, work, KIND_CREDIT, &name, <int32_t>peer.owed)

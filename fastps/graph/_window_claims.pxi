@@ -11,6 +11,7 @@
 cdef struct ControlFrame:       # freed when it has been sent
     SendItem item
     ControlFrame* next
+    int32_t* unread             # of an answer: counts those to its member that have not left
     uint32_t peer
 
 cdef struct Deferred:           # what is done once the lock is free
@@ -19,7 +20,10 @@ cdef struct Deferred:           # what is done once the lock is free
 
 
 cdef void control_sent(SendItem* item, int status) noexcept nogil:
-    free(item.context)
+    cdef ControlFrame* frame = <ControlFrame*>item.context
+    if frame.unread != NULL:
+        fps_add32(frame.unread, -1)
+    free(frame)
 
 
 cdef void fill_header(Engine* engine, SendItem* item, uint64_t window, int32_t kind,
@@ -35,13 +39,19 @@ cdef void fill_header(Engine* engine, SendItem* item, uint64_t window, int32_t k
 
 cdef void queue_control(Engine* engine, Deferred* todo, uint32_t peer, uint64_t window,
                         int32_t kind, uint32_t number, double p, int32_t status) noexcept nogil:
-    """Queue a frame without bytes, to be sent once the lock is free; status: of an ACK."""
+    """Queue a frame without bytes, to be sent once the lock is free; status: of an ACK.
+
+    ACK and GRANT answer a frame of the member. They are counted until they leave.
+    """
     cdef ControlFrame* frame = <ControlFrame*>calloc(1, sizeof(ControlFrame))
     if frame == NULL:
         return                          # the member that waits for it gets a StallError
     fill_header(engine, &frame.item, window, kind, number, p)
     if kind == ACK:
         frame.item.header.status = status
+    if kind == ACK or kind == GRANT:
+        frame.unread = &engine.exchange.peers[peer].unread
+        fps_add32(frame.unread, 1)
     frame.item.header.priority = CONTROL_PRIORITY
     frame.item.sent = control_sent
     frame.item.context = frame
@@ -78,7 +88,7 @@ cdef void run_deferred(Engine* engine, Deferred* todo) noexcept nogil:
         frame = todo.frames
         todo.frames = frame.next
         if send_to(engine, frame.peer, &frame.item) != OK:
-            free(frame)                 # its member is lost, and so is all that waits for it
+            control_sent(&frame.item, E_PEER_LOST)  # and so is all that waits for the frame
 
 
 # ---------------------------------------------------------------- claims; home.lock is held
@@ -160,10 +170,17 @@ cdef void remove_claims_of(Engine* engine, CWindow* window, uint32_t peer,
     grant_claims(engine, window, todo)
 
 
-cdef int flooded(Engine* engine, uint32_t peer) noexcept nogil:
+cdef int flooded(Engine* engine, uint32_t peer, int32_t flood) noexcept nogil:
     """Note that a member has more here than an honest one can have; its link ends."""
-    engine.exchange.peers[peer].flood = FLOOD_WINDOWS
+    engine.exchange.peers[peer].flood = flood
     return E_PROTOCOL
+
+
+cdef int check_answers(Engine* engine, uint32_t peer) noexcept nogil:
+    """Refuse a member that leaves more answers unread than an honest one can."""
+    if fps_load32(&engine.exchange.peers[peer].unread) > MANY_ANSWERS:
+        return flooded(engine, peer, FLOOD_ANSWERS)
+    return OK
 
 
 cdef int on_lock(Engine* engine, CWindow* window, uint32_t peer, uint32_t number,
@@ -175,7 +192,7 @@ cdef int on_lock(Engine* engine, CWindow* window, uint32_t peer, uint32_t number
         count += claim.peer == peer
         claim = claim.next
     if count >= MAX_CLAIMS:
-        return flooded(engine, peer)
+        return flooded(engine, peer, FLOOD_WINDOWS)
     claim = <Claim*>calloc(1, sizeof(Claim))
     if claim == NULL:
         return OK                       # it gets a StallError that names this worker

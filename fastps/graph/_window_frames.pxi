@@ -192,7 +192,7 @@ cdef int on_get(Engine* engine, uint32_t peer, const Header* header,
     if window == NULL:
         queue_control(engine, todo, peer, header.key, ACK, header.key_version, 0.0, E_MISMATCH)
     elif count_replies(engine, peer, header.key) >= MAX_REPLIES:
-        status = flooded(engine, peer)
+        status = flooded(engine, peer, FLOOD_WINDOWS)
     else:
         window.users += 1
     pthread_mutex_unlock(&engine.lock)
@@ -246,7 +246,7 @@ cdef int windows_deliver(void* context, Link* link, const Header* header) noexce
         status = on_control(engine, link.peer, header, &todo)
         pthread_mutex_unlock(&engine.lock)
     run_deferred(engine, &todo)
-    return status
+    return status if status != OK else check_answers(engine, link.peer)
 
 
 # ---------------------------------------------------------------- ends

@@ -32,7 +32,7 @@ from fastps._core cimport (
     completion_part_done, completion_reset, completion_wait_signals, deadline_of, pooled_copy,
     pooled_fold, now_ns, thread_create, thread_join,
 )
-from fastps.collectives._exchange cimport FLOOD_WINDOWS, Exchange
+from fastps.collectives._exchange cimport FLOOD_ANSWERS, FLOOD_WINDOWS, MANY_ANSWERS, Exchange
 from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 from fastps.native.atomic cimport (
     fps_add32, fps_add64, fps_cas32, fps_fence, fps_load32, fps_load64, fps_store32, fps_swap32,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -19,9 +20,10 @@ from fastps.types import DType, ReduceOp
 from fastps.worker._engine import WorkerEngine
 
 ME, FLOODER = 1, 0
-GET, LOCK, UNLOCK = 3, 6, 8
+PUT, ADD, GET, LOCK, UNLOCK = 1, 2, 3, 6, 8
 NUMBER = 77  # of the window
-MAX_CLAIMS, MAX_REPLIES = 256, 8
+UNKNOWN = 78
+MAX_CLAIMS, MAX_REPLIES, MAX_ANSWERS = 256, 8, 1 << 17
 LARGE = 2 << 20  # elements: more than a socket takes
 
 
@@ -35,6 +37,7 @@ class Owner:
         self.windows, self.box = Windows(self.exchange), Mailbox()
         self.net.connect(self.exchange, FLOODER, self.box, ME)
         array = np.zeros(count, np.float32)
+        self.nbytes = array.nbytes
         room = np.zeros(window_bytes(array.nbytes, 1) + 64, np.uint8)
         start = -room.ctypes.data % 64
         self.window = Window(
@@ -44,10 +47,11 @@ class Owner:
         )  # fmt: skip
         self.window.connect([(FLOODER, 0)], [], {})
 
-    def post(self, kind: int, number: int) -> None:
-        """Let the neighbour send a request."""
-        self.box.post(ME, b"", kind=int(FrameKind.WINDOW), flags=kind, key=NUMBER,
-                      key_version=number, sender=FLOODER)  # fmt: skip
+    def post(self, kind: int, number: int, *, key: int = NUMBER) -> None:
+        """Let the neighbour send a request, or what it puts."""
+        payload = bytes(self.nbytes) if kind in (PUT, ADD) else b""
+        self.box.post(ME, payload, kind=int(FrameKind.WINDOW), flags=kind, key=key,
+                      key_version=number, sender=FLOODER, dtype=int(DType.FLOAT32))  # fmt: skip
 
     def close(self) -> None:
         """End everything."""
@@ -99,5 +103,40 @@ def test_one_that_reads_fetches_as_often_as_it_likes():
     for number in range(10 * MAX_REPLIES):
         owner.post(GET, number)
         owner.box.receive(timeout_s=TIMEOUT_S)
+    assert owner.exchange.failure is None
+    owner.close()
+
+
+FLOODS = {
+    "put": [(PUT, NUMBER)],
+    "accumulate": [(ADD, NUMBER)],
+    "a put to a window that is not there": [(PUT, UNKNOWN)],
+    "a get from a window that is not there": [(GET, UNKNOWN)],
+    "a claim that is released": [(LOCK, NUMBER), (UNLOCK, NUMBER)],
+}
+
+
+@pytest.mark.parametrize("what", FLOODS)
+def test_answers_that_a_member_does_not_read_are_bounded(what):
+    owner = Owner(2)
+    owner.box.hesitate(ME, 1 << 30)  # it reads nothing
+    with contextlib.suppress(FastPSError):  # the link has ended meanwhile
+        for number in range(3 * MAX_ANSWERS):
+            for kind, key in FLOODS[what]:
+                owner.post(kind, number, key=key)
+    wait_until(lambda: owner.exchange.failure is not None, "the end of the link")
+    assert owner.exchange.failure == (Status.PROTOCOL, FLOODER)
+    assert f"more than {MAX_ANSWERS} answers unread" in owner.exchange.trouble_of(FLOODER)
+    owner.close()
+
+
+def test_one_that_reads_puts_as_often_as_it_likes():
+    owner = Owner(2)
+    for turn in range(9):
+        numbers = range(turn * (MAX_ANSWERS // 8), (turn + 1) * (MAX_ANSWERS // 8))
+        for number in numbers:
+            owner.post(PUT, number)
+        for _ in numbers:
+            owner.box.receive(timeout_s=TIMEOUT_S)
     assert owner.exchange.failure is None
     owner.close()
