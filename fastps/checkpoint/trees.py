@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastps.collectives.objects import decode_object, encode_object
+from fastps.collectives.objects import decode_object, encode_object, remake
 from fastps.worker.handle import Array
 
 MARK = "fastps.checkpoint tensor"  # begins the tuple in the place of a tensor
@@ -206,14 +205,14 @@ class _Taker:
             return self._take_tensor(value, array, kind, path)
         if isinstance(value, dict):
             self._check(list(value), path)
-            return _like(value, ((key, self.take(it, (*path, key))) for key, it in value.items()))
+            return remake(value, ((key, self.take(it, (*path, key))) for key, it in value.items()))
         if isinstance(value, list | tuple):
             if _is_mark(value):
                 raise TypeError(f"{_place(path)}: a tuple must not begin with {MARK!r}")
             fields = getattr(type(value), "_fields", None)
             keys = fields if isinstance(value, tuple) and fields else range(len(value))
             items = (self.take(it, (*path, k)) for k, it in zip(keys, value, strict=True))
-            return _like(value, items)
+            return remake(value, items)
         self._check(value, path)
         return value
 
@@ -259,21 +258,11 @@ def _place(path: tuple[Any, ...]) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
-def _like(value: Any, items: Iterable[Any]) -> Any:
-    """Return a container of the items, of the value's type if that type can travel."""
-    if isinstance(value, dict):
-        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
-    if isinstance(value, list):
-        return list(items)
-    make = getattr(type(value), "_make", tuple)  # a named tuple's
-    return make(items)
-
-
 def _put_back(value: Any, value_of: Callable[[int], Any]) -> Any:
     if isinstance(value, dict):
-        return _like(value, ((key, _put_back(item, value_of)) for key, item in value.items()))
+        return remake(value, ((key, _put_back(item, value_of)) for key, item in value.items()))
     if _is_mark(value):
         return value_of(value[1])
     if isinstance(value, list | tuple):
-        return _like(value, (_put_back(item, value_of) for item in value))
+        return remake(value, (_put_back(item, value_of) for item in value))
     return value

@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -94,6 +94,16 @@ def decode_of(rank: int, data: bytes) -> Any:
     if not is_whole:
         raise TypeError(f"worker {rank} could not send its object: {found}")
     return found
+
+
+def remake(value: Any, items: Iterable[Any]) -> Any:
+    """Return a dict, list or tuple of items, of the value's type if that type can travel."""
+    if isinstance(value, dict):
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    if isinstance(value, list):
+        return list(items)
+    make = getattr(type(value), "_make", tuple)  # a named tuple's
+    return make(items)
 
 
 def _to_plain(obj: Any) -> Any:
