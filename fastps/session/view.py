@@ -30,9 +30,9 @@ def has_news() -> bool:
 class View:
     """The members of an elastic job between two losses.
 
-    number: 1 from init() on, the same on all workers. rank, size: of this worker now. cause: which
-    members were lost, in words. operations: how many were made again. seconds: from the news of
-    the loss until they had begun.
+    number: 1 from init() on, the same on all workers; of a view that another loss cut short a
+    worker may not hear. rank, size: of this worker now. cause: which members were lost, in words.
+    operations: how many were made again. seconds: from the news of the loss until they had begun.
     """
 
     number: int

@@ -128,7 +128,7 @@ def test_one_mistake_is_found(sets, data):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"number": 3}, "came to view 3 after 1"),
+        ({"number": 1}, "came to view 1 after 1"),
         ({"size": 1}, "view 2 is (2, '2') on worker 0:9"),
         ({"cause": "x"}, "and (2, 'x') on worker 1:9"),
     ],
@@ -140,6 +140,15 @@ def test_views_are_counted_and_the_same_on_all(change, words):
     views[-1] |= change
     (line,) = checked(records, goes_on=True, ranks=3)
     assert words in line
+
+
+def test_a_worker_may_miss_the_view_between_two_losses():
+    records = made([(0, 1, 2, 3), (0, 1, 2), (0, 1)], is_elastic=True)
+    views = [one for one in records if one["what"] == "view"]
+    missed = next(one for one in views if one["number"] == 2 and one["rank"] == 1)
+    records.remove(missed)
+    views[-1]["cause"] = f"{missed['cause']}; {views[-1]['cause']}"
+    assert checked(records, goes_on=True, ranks=4) == []
 
 
 def test_who_is_lost_contributes_no_more():
