@@ -260,9 +260,10 @@ cdef class Pulse:
     caller's close. A full socket skips beats; any other error ends the pulse without an exception.
 
     lease_s: if the peer sends nothing for so long, end the pulse and let socket end_fd read its
-    end; silent_s is set before. Its first beat may take 10 s longer. answer_fd: a datagram socket whose probes are answered; who knows
-    the first half of the cookie, 32 bytes, gets the second. peer_stat: the kernel's file about the
-    thread of the peer that writes to us; while that waits for a processor, silence is no end.
+    end; silent_s is set before. Its first beat may take 10 s longer. answer_fd: a datagram socket
+    whose probes are answered; who knows the first half of the cookie, 32 bytes, gets the second.
+    peer_stat: the kernel's file about the thread of the peer that writes to us; while that waits
+    for a processor, silence is no end.
     """
 
     def __cinit__(
