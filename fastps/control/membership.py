@@ -418,6 +418,8 @@ class Membership(SilenceMixin, TestimonyMixin):
             return
         self.phase = Phase.RUNNING
         self.has_begun = True
+        if not self.is_changing:
+            self._views_before = self._n_views
         self.is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._notes.clear()
@@ -790,7 +792,6 @@ class Membership(SilenceMixin, TestimonyMixin):
     def _next_generation(self, now: float) -> None:
         if self._config.elastic_min:
             self._end_view("all workers have left")
-            self._views_before = self._n_views
         self.phase = Phase.LOBBY
         self.generation += 1
         self._departure = ""

@@ -157,6 +157,14 @@ def test_a_view_has_one_number_on_all_workers():
         assert [job.view for job in jobs] == [1, 3]
 
 
+def test_views_count_from_1_for_workers_that_begin_again_instead_of_going_on():
+    driver = Driver(size=2, num_servers=0, elastic_min=1, lease_s=5)
+    workers = [driver.enter(), driver.enter()]
+    driver.die(workers[1])
+    driver.leave(workers[0])
+    assert [one.job.view for one in driver.events(driver.enter(), Started)] == [1]
+
+
 @pytest.mark.parametrize(
     "data",
     [
