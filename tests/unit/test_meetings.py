@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fastps.control.collectives import Collectives
 from fastps.control.protocol import (
     Barrier,
@@ -28,18 +30,10 @@ def made(*, goes_on: bool = True) -> Collectives:
     return Collectives(SIZE, lambda _: [], goes_on=goes_on, peers=PEERS)
 
 
-def test_a_worker_that_ran_out_of_data_and_died_holds_nobody_up():
+@pytest.mark.parametrize("joined", [[2], [0, 1]], ids=["the dead one", "all that are left"])
+def test_workers_that_ran_out_of_data_hold_nobody_up_after_a_death(joined):
     meetings = made()
-    meetings.join(2)
-    meetings.remove(2)
-    assert not meetings.enter(0, 10, Blob(1, "o", 0, b"x", LIMIT_S), 0.0)
-    answers = meetings.enter(1, 11, Blob(2, "o", 0, None, LIMIT_S), 0.0)
-    assert answers == [(10, Done(1)), (11, BlobData(2, b"x"))]
-
-
-def test_all_that_are_left_have_run_out_of_data_when_the_last_other_dies():
-    meetings = made()
-    for rank in (0, 1):
+    for rank in joined:
         meetings.join(rank)
     meetings.remove(2)
     assert not meetings.enter(0, 10, Blob(1, "o", 0, b"x", LIMIT_S), 0.0)
