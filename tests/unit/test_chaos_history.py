@@ -26,13 +26,14 @@ def made(sets, *, is_elastic=False, has_fractions=False):
         sums = [list(who)] * (2 + has_fractions)
         found = replay.add(sums)
         is_new, number = len(who) != size, number + (len(who) != size)
-        most, size = size, len(who)
+        most, size, gone = size, len(who), max({*sets[max(step - 1, 0)]} - {*who}, default=0)
         for rank in who:
             at += 1.0
             own = {"member": f"{rank}:9", "rank": rank, "at": at}
             if is_new:
+                cause = f"worker {gone} is lost: killed"
                 records.append(
-                    own | {"what": "view", "number": number, "size": size, "cause": f"{number}"}
+                    own | {"what": "view", "number": number, "size": size, "cause": cause}
                 )
             log = {"most": most, "least": size} if is_elastic else {}
             records.append(
@@ -129,8 +130,9 @@ def test_one_mistake_is_found(sets, data):
     ("change", "words"),
     [
         ({"number": 1}, "came to view 1 after 1"),
-        ({"size": 1}, "view 2 is (2, '2') on worker 0:9"),
-        ({"cause": "x"}, "and (2, 'x') on worker 1:9"),
+        ({"number": 3}, "came to view 3 after 1"),
+        ({"size": 1}, "view 2 is (2, 'worker 2 is lost: killed') on worker 0:9"),
+        ({"cause": "worker 0 is lost: killed"}, "and (2, 'worker 0 is lost: killed') on worker"),
     ],
 )
 def test_views_are_counted_and_the_same_on_all(change, words):
