@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from fastps.control.blame import join_names
 from fastps.control.protocol import (
@@ -54,7 +54,14 @@ class Entry:
     deadline: float
 
 
-OnForget: TypeAlias = Callable[[Mapping[int, Entry]], Answers]
+class Forgetter(Protocol):
+    """What forgets tensors once all workers have asked for it."""
+
+    def forget(self, asked: Mapping[int, Entry]) -> Answers:
+        """Forget tensors, as all workers have asked."""
+
+    def poison_of(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """Return kind and text of the error why some of these names can never be forgotten."""
 
 
 @dataclass
@@ -74,13 +81,13 @@ class Collectives:
     def __init__(
         self,
         size: int,
-        forget: OnForget,
+        forgetter: Forgetter,
         *,
         goes_on: bool = False,
         watch_s: float = 0.0,
         peers: Mapping[int, tuple[int, str]] | None = None,
     ) -> None:
-        """Serve `size` workers; forget: called with the entries of all, once all have asked.
+        """Serve `size` workers.
 
         goes_on: meetings complete without lost workers. watch_s: a meeting that takes longer is
         logged; 0: none. peers: connection and full name of each worker, by rank.
@@ -89,7 +96,7 @@ class Collectives:
         self._watch_s = watch_s or float("inf")
         self._size = size
         self._goes_on = goes_on
-        self._forget = forget
+        self._forgetter = forgetter
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # workers that have run out of data, until all have
@@ -139,6 +146,10 @@ class Collectives:
         joined = sorted(self._joined - self._gone - meeting.entries.keys())
         if joined and key[0] not in ("dispute", "barrier"):
             return self._end(key, "mismatch", _joined_text(key, joined))
+        if isinstance(asked[0], Forget):
+            poison = self._forgetter.poison_of(name for name, _ in asked[0].tensors)
+            if poison is not None:
+                return self._end(key, *poison)
         return [] if self._missing(key) else self._complete(key)
 
     def _missing(self, key: Key) -> list[int]:
@@ -146,6 +157,11 @@ class Collectives:
         away = self._gone | self._joined if key[0] == "barrier" else self._gone
         away = away | self._meetings[key].entries.keys()
         return [rank for rank in range(self._size) if rank not in away]
+
+    def end_poisoned(self) -> Answers:
+        """End the meetings to forget what has been poisoned: some workers will not come."""
+        keys = [key for key in self._meetings if key[0] == "forget"]
+        return [answer for key in keys for answer in self._decide(key)]
 
     def join(self, rank: int) -> Answers:
         """Record that a worker has run out of data; meetings that need it fail."""
@@ -272,7 +288,7 @@ class Collectives:
         meeting = self._close(key)
         asked = next(iter(meeting.entries.values())).asked
         if isinstance(asked, Forget):
-            return self._forget(meeting.entries)
+            return self._forgetter.forget(meeting.entries)
         data = b""
         for entry in meeting.entries.values():
             if isinstance(entry.asked, Blob) and entry.asked.data is not None:

@@ -19,7 +19,7 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -319,6 +319,15 @@ class Declarations:
             self._remove_forgotten(batch)
         return out + self._answer_ready()
 
+    def poison_of(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """Return kind and text of the error why some of these names can never be forgotten."""
+        for name in names:
+            tensor = self._tensors.get(name)
+            if tensor is not None and tensor.poison is not None:
+                kind, text = tensor.poison
+                return kind, f"tensor {name!r} cannot be forgotten: {text}"
+        return None
+
     def dropped(self, peer: int, request: int) -> None:
         """Record that a worker has dropped the tensors of a request to forget."""
         self._release_ids(lambda item: (item.peer, item.request) == (peer, request))
@@ -360,8 +369,6 @@ class Declarations:
             tensor = self._tensors.get(name)
             if tensor is None or tensor.batch in self._unready:
                 return f"tensor {name!r} is not declared and cannot be forgotten"
-            if tensor.poison is not None:
-                return f"tensor {name!r} cannot be forgotten: {tensor.poison[1]}"
         return None
 
     def _remove_forgotten(self, batch: int) -> None:

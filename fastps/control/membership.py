@@ -78,6 +78,7 @@ from fastps.control.protocol import (
     ResultsLanded,
     Started,
     Tell,
+    TensorPoisoned,
     Told,
     ToMember,
     ToScheduler,
@@ -157,7 +158,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._end_code = 0
         self.refused: dict[str, int] = {}  # number of refused requests, by kind
         self._declarations = Declarations(config, owners={}, refused=self.refused)
-        self._collectives = Collectives(config.n_programs, self._declarations.forget)
+        self._collectives = Collectives(config.n_programs, self._declarations)
         self._replay = Replay(replay)
         self._commits = Commits(self._replay)
         self._n_views = 0  # that have ended, and before the present program's first
@@ -259,7 +260,7 @@ class Membership(SilenceMixin, TestimonyMixin):
             self._note_departure(item)
         self._finish_leaving(impatient, now)
         self._send_all(self._collectives.expire(now))
-        self._send_all(self._declarations.expire(now))
+        self._send_declared(self._declarations.expire(now))
         if self._change_until <= now:
             self._drop_absent_survivors(now)
         if self._idle_until <= now:
@@ -431,7 +432,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(
-            self._view.n_programs, self._declarations.forget, goes_on=self._goes_on,
+            self._view.n_programs, self._declarations, goes_on=self._goes_on,
             watch_s=self._config.stall_watch_s,
             peers={item.number or 0: (item.peer, item.full_name) for item in workers},
         )  # fmt: skip
@@ -481,7 +482,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         elif isinstance(message, Declare) and self._departure:
             self._fail(member, message.request, "peer_lost", self._departure)
         elif isinstance(message, Declare):
-            self._send_all(self._declarations.declare(rank, member.peer, message, now))
+            self._send_declared(self._declarations.declare(rank, member.peer, message, now))
         else:
             self._send_all(self._collectives.enter(rank, member.peer, message, now))
 
@@ -494,7 +495,7 @@ class Membership(SilenceMixin, TestimonyMixin):
             answers = self._declarations.keys_failed(
                 member.number, message.request_id, message.message
             )
-        self._send_all(answers)
+        self._send_declared(answers)
 
     def _answer_ended(self, member: Peer, request: int) -> bool:
         """Answer a request that comes after the end of the job; return whether it has ended."""
@@ -952,6 +953,12 @@ class Membership(SilenceMixin, TestimonyMixin):
 
     def _send_all(self, answers: Answers) -> None:
         self._out += [Send(peer, message) for peer, message in answers]
+
+    def _send_declared(self, answers: Answers) -> None:
+        """Send what declarations answer, and let nobody wait to forget what they poisoned."""
+        self._send_all(answers)
+        if any(isinstance(message, TensorPoisoned) for _, message in answers):
+            self._send_all(self._collectives.end_poisoned())
 
     def _tell_all(self, message: ToMember) -> None:
         self._out += [Send(peer, message) for peer in self._peers]

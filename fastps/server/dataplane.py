@@ -259,6 +259,7 @@ class DataPlane:
             for tensor_id in request.tensor_ids:
                 self.store.forget_tensor(tensor_id, timeout_s=0.0)
                 self._residual_coders.pop(tensor_id, None)
+                self._names.pop(tensor_id, None)
         except StallError as error:
             if time.monotonic() < deadline:
                 self._forgetting.append((request, deadline))
@@ -468,6 +469,7 @@ class DataPlane:
         """Drop all keys: the workers have left. Raises StallError when a link does not end."""
         self._forgetting.clear()
         self._residual_coders.clear()
+        self._names.clear()
         self.store.forget(timeout_s=self._config.shutdown_timeout_s)
 
     def end_view(self) -> None:

@@ -327,6 +327,11 @@ class Connections:
             host_ids=[item.host_id for item in members],
         )
 
+    def forget_tensor(self, tensor: PlannedTensor) -> None:
+        """Drop the records of a tensor that nothing uses any more."""
+        self.engine.forget(tensor)
+        self._names.pop(tensor.tensor_id, None)
+
     def make_tensor(self, spec: TensorSpec, answer: DeclaredTensor) -> PlannedTensor:
         """Make the records of a tensor, in the pieces that the scheduler chose."""
         if self.recorder is not None:

@@ -14,11 +14,11 @@ from fastps.session.tensor_spec import Names, check_distinct
 
 if TYPE_CHECKING:
     from fastps.control.client import ControlClient
+    from fastps.session.connections import Connections
     from fastps.session.groups import Groups
     from fastps.session.join import JoinState
     from fastps.session.routes import RouteChecker
     from fastps.session.single_worker import Tensors
-    from fastps.worker._engine import WorkerEngine
     from fastps.worker._plan import PlannedTensor
 
 
@@ -47,8 +47,9 @@ class ForgetMixin:
     join_state: JoinState
     check_usable: Callable[[], None]
     _check_poison: Callable[[Sequence[str]], None]
+    _poison_of: Callable[[Sequence[str]], str]
     _client: ControlClient | None
-    _engine: WorkerEngine
+    connections: Connections
     _groups: Groups | None
     _lock: threading.Lock
     _alone: Tensors
@@ -61,19 +62,20 @@ class ForgetMixin:
         self.check_usable()
         names = (names,) if isinstance(names, str) else tuple(names)
         check_distinct(names)
-        self._check_poison(names)
         self.n_forgotten += 1
         self.routes.forget(names)
         groups = self._groups
-        known = [name for name in names if groups is not None and groups.knows(name)]
+        is_known = groups is not None and any(groups.knows(name) for name in names)
         declared = self._tensors if self._client is not None else self._alone.layouts
-        unknown = [name for name in names if name not in declared and name not in known]
-        if unknown:
-            raise ConfigError(
-                f"cannot forget {unknown[0]!r}: no tensor or operation has this name"
-            )
+        if not is_known:  # or all find out together
+            self._check_poison(names)
+            unknown = [name for name in names if name not in declared]
+            if unknown:
+                raise ConfigError(
+                    f"cannot forget {unknown[0]!r}: no tensor or operation has this name"
+                )
         if self._client is not None and names:
-            self._forget_everywhere(self._client, names, groups if known else None)
+            self._forget_everywhere(self._client, names, groups if is_known else None)
             return
         if groups is not None:
             groups.forget(names, declared)
@@ -88,7 +90,7 @@ class ForgetMixin:
         tensors = {name: self._tensors[name] for name in names if name in self._tensors}
         with retired(tensors.values()):
             if groups is not None:
-                groups.forget(names, self._tensors)
+                groups.forget(names, self._tensors, poison=self._poison_of(names))
             if not tensors:
                 client.barrier("forget", timeout_s=timeout_s)
                 return
@@ -97,6 +99,6 @@ class ForgetMixin:
         with self._lock:  # so that nobody finds a tensor that the engine has forgotten
             for name, tensor in tensors.items():
                 self._tensors.pop(name, None)  # close() may have been called
-                self._engine.forget(tensor)
+                self.connections.forget_tensor(tensor)
         self.join_state.forget(tensors)
         client.dropped(request)

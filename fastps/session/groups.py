@@ -213,12 +213,13 @@ class Groups:
         """
         return bool(self._n_sets or self._world.channels.names_of(name))
 
-    def forget(self, names: Sequence[str], declared: Container[str]) -> None:
+    def forget(self, names: Sequence[str], declared: Container[str], *, poison: str = "") -> None:
         """Let all workers count operations under names anew; blocks until they want to.
 
         Who returns early must not use a name before all have returned. Raises FastPSError for
-        what is in flight, MismatchError where workers forget different names, ConfigError for a
-        name that no worker knows; declared: those that this one knows otherwise.
+        what is in flight, MismatchError where workers forget different names or one of them
+        cannot, ConfigError for a name that no worker knows. declared: the names of tensors;
+        poison: why this worker can use one of those no more.
         """
         used = [(one, name) for one in self.known.values() for name in names]
         for group, name in used:
@@ -233,17 +234,24 @@ class Groups:
         }  # fmt: skip
         here = {name for group, name in used if group.channels.names_of(name)}
         unknown = [name for name in names if name not in here and name not in declared]
-        told = self.gather((list(names), sorted(stuck), unknown), "forget").items()
-        if any(said != list(names) for _, (said, _, _) in told):
-            listed = ", ".join(f"worker {rank} {said}"[:200] for rank, (said, _, _) in told)
+        tensors = [name for name in names if name in declared]
+        mine = (list(names), sorted(stuck), unknown, tensors, poison)
+        told = self.gather(mine, "forget").items()
+        if any(said != list(names) for _, (said, *_) in told):
+            listed = ", ".join(f"worker {rank} {said}"[:200] for rank, (said, *_) in told)
             raise MismatchError(f"all workers must forget the same names in one order: {listed}")
+        for why in [text for _, (*_, text) in told if text]:  # some hear of it before others
+            raise MismatchError(why)
+        if any(theirs != tensors for _, (*_, theirs, _) in told):
+            listed = ", ".join(f"worker {rank} {theirs}"[:200] for rank, (*_, theirs, _) in told)
+            raise MismatchError(f"only tensors that all workers declared are forgotten: {listed}")
         for name in unknown:
-            if all(name in nowhere for _, (_, _, nowhere) in told):
+            if all(name in nowhere for _, (_, _, nowhere, *_) in told):
                 raise ConfigError(
                     f"cannot forget {name!r}: no tensor or operation has this name on any worker"
                 )
         invalidate_call_cache()
-        kept = set().union(*(some for _, (_, some, _) in told))
+        kept = set().union(*(some for _, (_, some, *_) in told))
         for group, name in used:
             self._join_state.forget(group.forget(name, kept))
 

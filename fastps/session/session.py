@@ -352,9 +352,12 @@ class Session(ForgetMixin):
         return None if self._poisoned else found
 
     def _check_poison(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name in self._poisoned:
-                raise MismatchError(self._poisoned[name].message)
+        if poison := self._poison_of(names):
+            raise MismatchError(poison)
+
+    def _poison_of(self, names: Sequence[str]) -> str:
+        """Return why one of these tensors cannot be used any more; empty: all can."""
+        return next((self._poisoned[name].message for name in names if name in self._poisoned), "")
 
     def _submit(
         self, names: Sequence[str], start: Callable[..., T], *args: Any, **options: Any

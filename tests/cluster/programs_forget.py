@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +161,31 @@ def mismatched() -> int:
     works("m", 1000)
     fastps.shutdown()
     return rank
+
+
+def disputed(is_grouped: bool) -> list[str]:
+    """Forget a tensor on worker 0, then let the others declare it otherwise and forget it too."""
+    fastps.init()
+    rank = fastps.rank()
+    if is_grouped:
+        fastps.allgather(np.ones(3, np.float32), "g")
+    if rank == 0:
+        current.current().declare([("p", (4,), DType.INT32)])
+    fastps.barrier()
+    found: list[str] = []
+    names = ["p", "g"] if is_grouped else ["p"]
+    forgets = threading.Thread(target=lambda: found.extend(caught(fastps.forget, names)))
+    if rank == 0:
+        forgets.start()
+        time.sleep(0.5)  # it waits for the others
+    fastps.barrier()
+    if rank:
+        assert caught(current.current().declare, [("p", (5,), DType.INT32)])[0] == "MismatchError"
+        forgets.start()
+    forgets.join()
+    works("a", 30_000)
+    fastps.shutdown()
+    return found
 
 
 def accumulated(staleness: int, steps: list[int]) -> list[int]:

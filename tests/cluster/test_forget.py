@@ -47,8 +47,7 @@ def test_thousands_of_nameless_operations_leave_nothing_behind(way):
         assert warm[0] == end[0]
         assert warm[0]["tensors"] <= 1
         assert warm[0]["names"] <= 2
-        # what is left of each of 12 * BATCH names would be more; up to 680 were seen to come once
-        assert end[1] - warm[1] < 4 * BATCH, "Python objects"
+        assert end[1] - warm[1] < BATCH, "Python objects"  # 12 * BATCH names were used
         assert end[2] - warm[2] < MAX_GROWTH_BYTES
     for process, old, new in zip(apart, before, after, strict=True):
         assert new - old < MAX_GROWTH_BYTES, process.spec.name
@@ -95,6 +94,26 @@ def test_what_failed_is_forgotten_too(way):
         environment=SMALL | environment,
         each=each,
     )
+
+
+@pytest.mark.parametrize("way", ["shared", "apart", "joint", "machines"])
+@pytest.mark.parametrize("is_grouped", [False, True], ids=["sums", "and operations of a group"])
+def test_nobody_waits_to_forget_what_workers_disagree_about(way, is_grouped):
+    """Those that have heard of it raise an error at once, so that some would wait in vain."""
+    workers, servers, environment, each = WAYS[way]
+    found = run_job(
+        programs_forget.disputed,
+        workers=workers,
+        servers=servers,
+        arguments={"is_grouped": is_grouped},
+        environment=SMALL | environment,
+        each=each,
+    )
+    assert found[0][0] == "MismatchError"
+    assert "'p'" in found[0][1]
+    for kind, text in found[1:]:
+        assert kind in {"MismatchError", "ConfigError"}  # whose declaration was refused
+        assert "'p'" in text
 
 
 @pytest.mark.parametrize("servers", [0, 2])

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import pytest
 
-from fastps.control.collectives import Collectives
+from fastps.control.collectives import Answers, Collectives, Entry
 from fastps.control.protocol import (
     Barrier,
     Blob,
@@ -13,6 +15,7 @@ from fastps.control.protocol import (
     Dispute,
     Done,
     Failed,
+    Forget,
     Locate,
     StallTold,
     Waiting,
@@ -25,9 +28,42 @@ PEERS = {rank: (10 + rank, f"worker {rank} (node, pid {100 + rank})") for rank i
 LIMIT_S = 10.0
 
 
-def made(*, goes_on: bool = True) -> Collectives:
+class Forgotten:
+    """Forgets whatever it is asked to, but for names that are poisoned."""
+
+    def __init__(self) -> None:
+        self.poisoned: set[str] = set()
+
+    def forget(self, asked: Mapping[int, Entry]) -> Answers:
+        return [(entry.peer, Done(entry.asked.request)) for entry in asked.values()]
+
+    def poison_of(self, names: Iterable[str]) -> tuple[str, str] | None:
+        bad = sorted(self.poisoned.intersection(names))
+        return ("mismatch", f"tensor {bad[0]!r} cannot be forgotten") if bad else None
+
+
+def made(*, goes_on: bool = True, forgotten: Forgotten | None = None) -> Collectives:
     """Make the meetings of a job that goes on without lost workers."""
-    return Collectives(SIZE, lambda _: [], goes_on=goes_on, peers=PEERS)
+    return Collectives(SIZE, forgotten or Forgotten(), goes_on=goes_on, peers=PEERS)
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["later", "before"])
+def test_nobody_waits_to_forget_what_is_poisoned(is_first):
+    """Workers that have heard of it do not come."""
+    forgotten = Forgotten()
+    meetings = made(forgotten=forgotten)
+    tensors = (("a", 1), ("p", 0))
+    if is_first:
+        forgotten.poisoned.add("p")
+    answers = meetings.enter(1, 11, Forget(7, tensors, LIMIT_S), 0.0)
+    if not is_first:
+        assert not answers
+        assert not meetings.enter(1, 11, Forget(8, (("a", 1),), LIMIT_S), 0.0)
+        assert not meetings.end_poisoned()
+        forgotten.poisoned.add("p")
+        answers = meetings.end_poisoned()
+    assert answers == [(11, Failed(7, "mismatch", "tensor 'p' cannot be forgotten"))]
+    assert not meetings.end_poisoned()
 
 
 @pytest.mark.parametrize("joined", [[2], [0, 1]], ids=["the dead one", "all that are left"])
