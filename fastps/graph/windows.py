@@ -123,6 +123,7 @@ class WindowTable:
         )
         self._agree(name, shapes)
         window.connect(*self._places(shapes, array.nbytes), keep=dict(self._host.arenas))
+        sources = [one for one in sources if one in shapes]  # some may be lost by now
         if graph.is_weighted:
             own, weights = _divided(*graph.topology.receive_weights(me), sources)
         else:
@@ -165,7 +166,8 @@ class WindowTable:
     def _agree(self, name: str, shapes: Mapping[int, Sequence[Any]]) -> None:
         """Raise MismatchError, on all workers, where windows differ in size, type or edges.
 
-        shapes: by worker [bytes, dtype, sources, targets, offsets of window and array].
+        shapes: by worker [bytes, dtype, sources, targets, offsets of window and array], without
+        those that were lost since some workers listed their neighbours.
         """
         first = next(iter(shapes))
         for rank, (nbytes, code, sources, targets, *_) in shapes.items():
@@ -175,8 +177,8 @@ class WindowTable:
                     f"and worker {first} {shapes[first][0]} of {DType(shapes[first][1]).name}; "
                     "create it over arrays of one shape and dtype"
                 )
-            wrong = [one for one in sources if rank not in shapes[one][3]]
-            wrong += [one for one in targets if rank not in shapes[one][2]]
+            wrong = [one for one in sources if one in shapes and rank not in shapes[one][3]]
+            wrong += [one for one in targets if one in shapes and rank not in shapes[one][2]]
             if wrong:
                 raise MismatchError(
                     f"window {name!r}: workers {rank} and {wrong[0]} have different graphs; call "
@@ -191,6 +193,8 @@ class WindowTable:
         near = [rank for rank in arenas if rank in shapes and rank != me and shapes[rank][4] >= 0]
         targets = []
         for rank in shapes[me][3]:
+            if rank not in shapes:
+                continue
             place = shapes[rank][2].index(me)
             start = arenas[rank].address + shapes[rank][4] if rank in near else 0
             targets.append((rank, start + buffer_offset(nbytes, place) if start else 0))
