@@ -38,14 +38,13 @@ from fastps.control.blame import (
     Suspicions,
     broke_text,
     deaf_text,
-    difference_text,
     join_names,
     patience_s,
     start_text,
     stopped_text,
 )
 from fastps.control.collectives import Answers, Collectives
-from fastps.control.commits import Commits, Difference
+from fastps.control.commits import Commits
 from fastps.control.declarations import Declarations
 from fastps.control.protocol import (
     Absent,
@@ -107,7 +106,6 @@ NOT_REPLAYED = (
     "the log of FASTPS_REPLAY does not lose it here, so results would differ from here on: "
     "start the replay again"
 )
-DIFFER_S = 10.0  # for other members of an operation to say of whom it is, where two differ
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
@@ -874,19 +872,6 @@ class Membership(SilenceMixin, TestimonyMixin):
                 Send(item.peer, committed) for item in self._programs() if item.number in members
             ]
             self._replay_loss(now)
-
-    def _note_difference(self, member: Peer, found: Difference, now: float) -> None:
-        """Suspect those that contradict a worker; see testimony.py."""
-        for other in self._programs():
-            if other.number in found.others:
-                theirs = found.others[other.number]
-                is_accused = self._suspicions.accusers(other.peer) - {member.peer}
-                self._suspicions.accuse(
-                    other.peer, member.peer,
-                    difference_text(found.entry, theirs, member.name, found.members),
-                    difference_text(found.entry, found.members, other.name, theirs), now,
-                    wait_s=0.0 if is_accused else DIFFER_S,
-                )  # fmt: skip
 
     def _replay_loss(self, now: float) -> None:
         """Lose the worker that the job which is made again has lost here."""

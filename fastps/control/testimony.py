@@ -16,8 +16,19 @@ from __future__ import annotations
 
 from fastps.config import Config
 from fastps.control.admission import Peer
-from fastps.control.blame import MISSED_BEATS, VOTES, Inquest, Suspicion, Suspicions, pulse_s
+from fastps.control.blame import (
+    MISSED_BEATS,
+    VOTES,
+    Inquest,
+    Suspicion,
+    Suspicions,
+    difference_text,
+    pulse_s,
+)
+from fastps.control.commits import Difference
 from fastps.control.protocol import ReportLost
+
+DIFFER_S = 10.0  # for other members of an operation to say of whom it is, where two differ
 
 
 class TestimonyMixin:
@@ -29,6 +40,9 @@ class TestimonyMixin:
     _suspicions: Suspicions
 
     def _drop(self, peer: int, cause: str, now: float) -> None:
+        raise NotImplementedError
+
+    def _programs(self) -> list[Peer]:
         raise NotImplementedError
 
     def _life_text(self, peer: int, now: float) -> str:
@@ -47,6 +61,19 @@ class TestimonyMixin:
         self._suspicions.add(
             (suspect.peer, suspect.name), (reporter.peer, reporter.name), report.cause, now
         )
+
+    def _note_difference(self, member: Peer, found: Difference, now: float) -> None:
+        """Suspect those that say otherwise of whom an operation is."""
+        for other in self._programs():
+            if other.number in found.others:
+                theirs = found.others[other.number]
+                is_accused = self._suspicions.accusers(other.peer) - {member.peer}
+                self._suspicions.accuse(
+                    other.peer, member.peer,
+                    difference_text(found.entry, theirs, member.name, found.members),
+                    difference_text(found.entry, found.members, other.name, theirs), now,
+                    wait_s=0.0 if is_accused else DIFFER_S,
+                )  # fmt: skip
 
     @property
     def _outlives_losses(self) -> bool:
