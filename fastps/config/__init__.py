@@ -183,6 +183,11 @@ class Config:
         text="Least number of workers with which training goes on when workers or servers are "
              "lost, see docs/fault-tolerance.md; 0: a loss ends the job. The same in all "
              "processes.")
+    elastic_max: int = _set(JOB, 0, unit="processes", allowed=(0, MAX_PROCESSES),
+        text="Most workers of an elastic job, up to which others may join it; 0: nobody joins. "
+             "The scheduler's counts.")
+    elastic_join: bool = _set(JOB, False,
+        text="This worker joins an elastic job that runs; set by fastps-run.")
     view_log: str = _set(JOB, "", parse=as_path,
         text="File in which the scheduler of an elastic job writes a line for each view: its "
              "workers, and the last result of each name; for FASTPS_REPLAY.")
@@ -619,7 +624,8 @@ def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
 
 def _check_together(config: Config) -> None:
     """Check settings against each other."""
-    if config.role == "worker" and config.rank is not None and config.rank >= config.size:
+    is_counted = config.role == "worker" and config.rank is not None and not config.elastic_join
+    if is_counted and (config.rank or 0) >= config.size:
         raise ConfigError(
             f"FASTPS_RANK={config.rank} needs FASTPS_SIZE above it, but FASTPS_SIZE={config.size}"
         )
@@ -643,9 +649,14 @@ def _check_together(config: Config) -> None:
             f"FASTPS_ELASTIC_MIN={config.elastic_min} does not go with FASTPS_AUTOTUNE=1, whose "
             "measurements a loss would mix; unset one of them"
         )
-    if config.elastic_min > config.size > 1:
+    if config.elastic_min > config.size > 1 and not config.elastic_join:
         raise ConfigError(
             f"FASTPS_ELASTIC_MIN={config.elastic_min} must be 0 to FASTPS_SIZE={config.size}"
+        )
+    if 0 < config.elastic_max < config.size or (config.elastic_max and not config.is_elastic):
+        raise ConfigError(
+            f"FASTPS_ELASTIC_MAX={config.elastic_max} must be 0, or FASTPS_SIZE={config.size} or "
+            f"more with FASTPS_ELASTIC_MIN above 0, which is {config.elastic_min}"
         )
     if 0 < config.chunk_bytes < MIN_CHUNK_BYTES:
         raise ConfigError(

@@ -7,7 +7,7 @@ sentences for the user who started one process too many, or with other settings 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastps.config import Config
@@ -90,7 +90,7 @@ def refuse(
         _refuse_size(join, config)
         or _refuse_count(join, config, rivals)
         or _refuse_rank(join, config, rivals)
-        or _refuse_links(join, members)
+        or refuse_links(join, members)
         or _refuse_on_loss(join, config, members)
     )
 
@@ -141,7 +141,7 @@ def _refuse_rank(join: Join, config: Config, rivals: Sequence[Peer]) -> str | No
     return None
 
 
-def _refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
+def refuse_links(join: Join, members: Sequence[Peer]) -> str | None:
     """Refuse a process that would send a key over another link than its owner expects."""
     for other in members:
         if other.join.links_per_peer not in (0, join.links_per_peer) and join.links_per_peer:
@@ -159,6 +159,12 @@ def _refuse_on_loss(join: Join, config: Config, members: Sequence[Peer]) -> str 
         return (
             f"this {join.role} has FASTPS_ELASTIC_MIN={join.elastic_min}, the scheduler "
             f"{config.elastic_min}; start the job with `fastps-run --min`, or set the variable to "
+            "the same value in all processes"
+        )
+    if join.elastic_max not in (0, config.elastic_max):
+        return (
+            f"this {join.role} has FASTPS_ELASTIC_MAX={join.elastic_max}, the scheduler "
+            f"{config.elastic_max}; start the job with `fastps-run --max`, or set the variable to "
             "the same value in all processes"
         )
     for other in members:
@@ -187,6 +193,13 @@ def number(group: list[Peer]) -> list[Peer]:
         for rank, item in enumerate(group):
             item.rank = rank
     return group
+
+
+def places_of(members: Iterable[Peer]) -> tuple[int, ...]:
+    """Return the ranks that the workers among some members began with."""
+    return tuple(
+        sorted(item.place for item in members if item.is_worker and item.place is not None)
+    )
 
 
 def local_ranks(group: list[Peer]) -> dict[int, tuple[int, int]]:

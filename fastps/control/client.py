@@ -70,6 +70,8 @@ from fastps.control.protocol import (
     KeysReady,
     Leave,
     PeerLost,
+    Regroup,
+    Regrouped,
     ReportLost,
     Request,
     StallTold,
@@ -106,6 +108,7 @@ from fastps.types import checked_seconds
 log = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # how much longer the client waits than the scheduler
+ADMITTED_S = 7 * 86400.0  # for a newcomer to be admitted
 NOTICE_S = 5.0  # to write a message that has no answer
 LOOKS = 4  # at waiting operations, within the time of the stall watch
 MAX_LOOK_S = 2.5
@@ -198,6 +201,7 @@ class ControlClient:
         self._is_silent = False  # the scheduler did not answer the last probe
         self._pulse: Pulse | None = None
         self._job: Job | None = None
+        self.expected = 0, 1  # rank and size that a newcomer would have
         self.watch: Callable[[], None] = _nothing  # called periodically on the reader thread
         self.local_address = sockets.own_end(sock)
         self._probes, self._cookie = listen_for_probes(self.local_address)
@@ -220,13 +224,14 @@ class ControlClient:
         machine: str = "",
         gid: str = "",
         serves: bool = True,
+        is_newcomer: bool = False,
     ) -> ControlClient:
         """Join the job and wait until all workers and servers have joined.
 
         data_address: of the listener for data connections, None without one; unix: its abstract
         name, if any. serves: whether this process may own keys. machine: from machine_name();
         empty for a process that shares memory with all of its host. gid: of an RDMA device, if
-        any.
+        any. is_newcomer: it joins a job that runs, and only says hello here; await_view() waits.
         Blocks up to start_timeout_s. on_event is called on the reader thread, possibly before
         connect returns; it may send keys_ready and the like, but must not wait for an answer.
         Raises ConfigError (address, numbers, a role started too often), AuthError, ProtocolError,
@@ -241,7 +246,7 @@ class ControlClient:
             join = client._make_join(
                 role, data_address, unix=unix, machine=machine, gid=gid, serves=serves
             )
-            client._join(join, deadline)
+            client._join(replace(join, is_newcomer=is_newcomer), deadline)
         except BaseException:
             client.close()
             raise
@@ -253,6 +258,11 @@ class ControlClient:
         assert self._job is not None
         return self._job
 
+    @property
+    def known_job(self) -> Job | None:
+        """The job; None for a newcomer that has yet to join it."""
+        return self._job
+
     def give_events_to(self, on_event: Callable[[Event], None]) -> None:
         """Pass later events to another function; see connect()."""
         self._on_event = on_event
@@ -261,10 +271,10 @@ class ControlClient:
         """Await the start of the next view, after ViewLost, and return the job in it.
 
         port, unix: where this member listens now. Blocks until all survivors have come, up to
-        twice start_timeout_s. Raises ViewChangedError when another member is lost meanwhile, and
-        PeerLostError when too few are left.
+        twice start_timeout_s, and a newcomer until it is admitted. Raises ViewChangedError when
+        another member is lost meanwhile, and PeerLostError when too few are left.
         """
-        timeout_s = 2 * self._config.start_timeout_s
+        timeout_s = 2 * self._config.start_timeout_s if self._job else ADMITTED_S
         wait = AwaitStart(next(self._numbers), timeout_s, port, unix)
         return self._ask(wait, Started, what="the next view of the job", timeout_s=timeout_s).job
 
@@ -368,6 +378,17 @@ class ControlClient:
         the present one.
         """
         self.send(ReportLost(member, text_of(cause), is_owner, generation))
+
+    def regroup(self, generation: int, *, timeout_s: float) -> int:
+        """Wait until all workers of a generation are at a boundary.
+
+        Returns the generation that newcomers join there, 0 if nobody does. Raises ViewChangedError
+        after a loss.
+        """
+        timeout_s = checked_seconds(timeout_s)
+        message = Regroup(next(self._numbers), "boundary", generation, timeout_s)
+        what = "waiting for all workers at a boundary"
+        return self._ask(message, Regrouped, what=what, timeout_s=timeout_s).generation
 
     def tell(self, members: Sequence[int], data: bytes, *, has_joined: bool = False) -> None:
         """Send data to workers, as the event Told; has_joined: of Tell."""
@@ -496,7 +517,8 @@ class ControlClient:
             goes_on=config.goes_on,
             num_validators=config.num_validators if is_worker else 0,
             elastic_min=config.elastic_min if is_worker else 0,
-            is_watched=config.launcher_pid == os.getppid(),
+            elastic_max=config.elastic_max if is_worker else 0,
+            is_watched=config.launcher_pid == os.getppid() and not config.elastic_join,
             probe_host=self.local_address,
             probe_port=self._probes.getsockname()[1],
             cookie=self._cookie,
@@ -506,6 +528,9 @@ class ControlClient:
         timeout_s = self._config.handshake_timeout_s
         joined = self._ask(message, Joined, what="joining the job", timeout_s=timeout_s)
         self._start_pulse(joined, deadline)
+        if message.is_newcomer:
+            self.expected = joined.rank, joined.size
+            return
         remaining_s = max(deadline - time.monotonic(), 0.0)
         limit_s = self._config.start_timeout_s
         wait = AwaitStart(next(self._numbers), remaining_s, limit_s=limit_s)

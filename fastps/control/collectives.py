@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers, blobs, disputes, and names to forget: meetings of all workers, by name.
+"""Barriers, blobs, disputes, boundaries, and names to forget: meetings of all workers, by name.
 
 Decides when a meeting is complete, and which error each worker gets when it cannot be. Pure: time
 is an argument, answers are returned as (peer, message) pairs. Knows nothing of connections.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -25,6 +25,7 @@ from fastps.control.protocol import (
     Failed,
     Forget,
     Meeting,
+    Regroup,
     ToMember,
     Waiting,
 )
@@ -52,6 +53,9 @@ class Entry:
     peer: int
     asked: Meeting
     deadline: float
+
+
+Complete: TypeAlias = Callable[[Mapping[int, Entry]], Answers]
 
 
 class Forgetter(Protocol):
@@ -83,20 +87,23 @@ class Collectives:
         size: int,
         forgetter: Forgetter,
         *,
+        regroup: Complete | None = None,
         goes_on: bool = False,
         watch_s: float = 0.0,
         peers: Mapping[int, tuple[int, str]] | None = None,
     ) -> None:
         """Serve `size` workers.
 
-        goes_on: meetings complete without lost workers. watch_s: a meeting that takes longer is
-        logged; 0: none. peers: connection and full name of each worker, by rank.
+        regroup: called with the entries of all workers, which have come to a boundary of an
+        elastic job. goes_on: meetings complete without lost workers. watch_s: a meeting that
+        takes longer is logged; 0: none. peers: connection and full name of each worker, by rank.
         """
         self.stalls = Stalls(peers or {}, self._elsewhere)
         self._watch_s = watch_s or float("inf")
         self._size = size
         self._goes_on = goes_on
         self._forgetter = forgetter
+        self._regroup = regroup
         self._meetings: dict[Key, _Meeting] = {}
         self._gone: set[int] = set()
         self._joined: set[int] = set()  # workers that have run out of data, until all have
@@ -289,6 +296,8 @@ class Collectives:
         asked = next(iter(meeting.entries.values())).asked
         if isinstance(asked, Forget):
             return self._forgetter.forget(meeting.entries)
+        if isinstance(asked, Regroup) and self._regroup is not None:
+            return self._regroup(meeting.entries)
         data = b""
         for entry in meeting.entries.values():
             if isinstance(entry.asked, Blob) and entry.asked.data is not None:

@@ -7,7 +7,8 @@ is never used twice.
 
 Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next generation
          RUNNING --a member is lost--> BROKEN --all gone--> OVER
-         RUNNING --a member is lost, elastic--> LOBBY of the next generation, its next view
+         RUNNING --a member is lost, or newcomers join, elastic--> LOBBY of the next generation,
+         its next view
          LOBBY --no member came for too long--> OVER
 
 Servers stay from generation to generation; workers join each generation again, and may already
@@ -18,9 +19,11 @@ no evidence any more, and workers that need no server may still leave in order.
 Where an elastic job loses a member, and enough workers are left, its next generation begins at
 once, with the members that are there (the survivors) and with ranks in the order of before: a new
 view. Each survivor ends what it had with the others, and then awaits the start. What was asked in
-the old view fails with the kind "view". Invariants: ranks
-are unique per role; the generation only grows; the first cause is recorded once and never
-replaced; every request is answered, or its peer gets a PeerLost and is dropped.
+the old view fails with the kind "view". Workers that join a running job (newcomers.py) come last
+in the next view, which begins when all workers are at a boundary.
+
+Invariants: ranks are unique per role; the generation only grows; the first cause is recorded once
+and never replaced; every request is answered, or its peer gets a PeerLost and is dropped.
 """
 
 from __future__ import annotations
@@ -33,7 +36,16 @@ from msgspec.structs import replace
 
 from fastps.config import Config
 from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
-from fastps.control.admission import Peer, Plan, local_ranks, number, places, plan_job, refuse
+from fastps.control.admission import (
+    Peer,
+    Plan,
+    local_ranks,
+    number,
+    places,
+    places_of,
+    plan_job,
+    refuse,
+)
 from fastps.control.blame import (
     Suspicions,
     broke_text,
@@ -46,6 +58,7 @@ from fastps.control.blame import (
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.commits import Commits
 from fastps.control.declarations import Declarations
+from fastps.control.newcomers import ALL_LEFT, JOIN_IT, JoiningMixin, Newcomers
 from fastps.control.protocol import (
     Absent,
     AskClock,
@@ -72,6 +85,7 @@ from fastps.control.protocol import (
     OwnerLeft,
     PeerLeft,
     PeerLost,
+    Regroup,
     ReportLost,
     ResultsCommitted,
     ResultsLanded,
@@ -82,6 +96,7 @@ from fastps.control.protocol import (
     ToMember,
     ToScheduler,
     Unheard,
+    ViewJoined,
     ViewLost,
     Waiting,
     Whereabouts,
@@ -89,7 +104,7 @@ from fastps.control.protocol import (
 from fastps.control.silence import SilenceMixin
 from fastps.control.start_watch import MissingMembers, Place, StartWatch
 from fastps.control.testimony import TestimonyMixin
-from fastps.control.view_log import Replay, ViewRecord
+from fastps.control.view_log import NOT_REPLAYED, Replay, ViewRecord
 from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -102,14 +117,10 @@ NO_NEWCOMERS = (
 )
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
-NOT_REPLAYED = (
-    "the log of FASTPS_REPLAY does not lose it here, so results would differ from here on: "
-    "start the replay again"
-)
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
-class Membership(SilenceMixin, TestimonyMixin):
+class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
     """The members of one job, their collectives and declarations."""
 
     def __init__(
@@ -159,6 +170,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._collectives = Collectives(config.n_programs, self._declarations)
         self._replay = Replay(replay)
         self._commits = Commits(self._replay)
+        self._newcomers = Newcomers(config)
         self._n_views = 0  # that have ended, and before the present program's first
         self._views_before = 0
         self._in_view: tuple[int, ...] = ()  # workers, by the ranks that they began with
@@ -172,6 +184,8 @@ class Membership(SilenceMixin, TestimonyMixin):
             self._join(peer, message, now)
         elif isinstance(message, Absent):
             self._take_report(message, now)
+        elif (newcomer := self._newcomers.get(peer)) is not None:
+            self._hear_newcomer(newcomer, message, now)
         elif member is None or isinstance(message, Attend | AwaitEnds):
             self._out.append(Close(peer))
         elif isinstance(message, ResultsLanded):
@@ -206,12 +220,13 @@ class Membership(SilenceMixin, TestimonyMixin):
 
     def closed(self, peer: int, cause: str, now: float) -> list[Action]:
         """Handle the end of a peer's control connection without a leave."""
+        self._let_newcomer_go(peer, cause)
         self._end_of(peer, cause, now)
         return self._drain(now)
 
     def probes_of(self, peer: int) -> tuple[str, int, bytes] | None:
         """Return where a member takes datagrams, and the scheduler's beat for it, if it does."""
-        join = self._peers[peer].join
+        join = (self._newcomers.get(peer) or self._peers[peer]).join
         half = len(join.cookie) // 2
         return (join.probe_host, join.probe_port, join.cookie[half:]) if half else None
 
@@ -250,6 +265,9 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._drop_ended(now)
         self._judge_silences(now)
         self._drop_suspects(now)
+        for newcomer in self._newcomers.silent(now):
+            self._let_newcomer_go(newcomer.peer, "it was silent")
+        self._newcomers.remind(now)
         for member in list(self._peers.values()):
             if member.start_request is not None and member.start_deadline <= now:
                 self._start_timed_out(member, now)
@@ -282,6 +300,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
         times += [self._idle_until, self._watch.due, self._change_until]
+        times.append(self._newcomers.next_deadline())
         if self._is_starting:
             times.append(self._missing.next_deadline())
         first = min(times)
@@ -290,6 +309,7 @@ class Membership(SilenceMixin, TestimonyMixin):
     def pending(self) -> set[tuple[int, int]]:
         """List (peer, request) of all unanswered requests."""
         waiting = set(self._collectives.waiting()) | set(self._declarations.waiting())
+        waiting |= set(self._newcomers.waiting())
         asked = ((one.peer, what) for one in self._peers.values()
                  for what in (one.start_request, one.leave_request))  # fmt: skip
         return waiting | {(peer, what.request) for peer, what in asked if what is not None}
@@ -317,7 +337,7 @@ class Membership(SilenceMixin, TestimonyMixin):
     # ---- joining ----
 
     def _join(self, peer: int, join: Join, now: float) -> None:
-        if peer in self._peers:
+        if peer in self._peers or peer in self._newcomers:
             self._send(peer, Failed(join.request, "protocol", "this connection joined already"))
             return
         refusal = self._refuse(join)
@@ -328,6 +348,9 @@ class Membership(SilenceMixin, TestimonyMixin):
             self._out.append(Close(peer))
             return
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
+        if join.is_newcomer:
+            self._greet(Peer(peer, join, None, lease, lease, place=join.rank))
+            return
         self._peers[peer] = Peer(peer, join, join.rank, lease, lease, place=join.rank)
         self.has_been_tried = self.has_been_tried or join.role == "worker"
         if join.role != "server" or self.generation == 1:
@@ -343,8 +366,10 @@ class Membership(SilenceMixin, TestimonyMixin):
         if join.role == "scheduler":
             return "config", "a scheduler cannot join a job; set FASTPS_ROLE"
         members = list(self._peers.values())
+        if join.is_newcomer:
+            return self._refuse_newcomer(join)
         if self.is_changing or (self.phase is Phase.RUNNING and self._view is not self._config):
-            return "config", NO_NEWCOMERS
+            return "config", JOIN_IT if self._config.elastic_max else NO_NEWCOMERS
         text = refuse(join, self._config, self._rivals(join.role), members)
         return None if text is None else ("config", text)
 
@@ -430,11 +455,11 @@ class Membership(SilenceMixin, TestimonyMixin):
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(
-            self._view.n_programs, self._declarations, goes_on=self._goes_on,
-            watch_s=self._config.stall_watch_s,
+            self._view.n_programs, self._declarations, regroup=self._regroup,
+            goes_on=self._goes_on, watch_s=self._config.stall_watch_s,
             peers={item.number or 0: (item.peer, item.full_name) for item in workers},
         )  # fmt: skip
-        self._in_view = _places_of(workers)
+        self._in_view = places_of(workers)
         for group in (servers, workers):
             self._tell_started(plan, group)
         self._replay_loss(now)
@@ -473,6 +498,9 @@ class Membership(SilenceMixin, TestimonyMixin):
     def _collective(self, member: Peer, message: Declare | Meeting | Waiting, now: float) -> None:
         if self._answer_ended(member, message.request):
             return
+        if isinstance(message, Regroup) and message.generation != self.generation:
+            self._fail(member, message.request, "view", VIEW_CHANGES)
+            return
         rank = member.number
         if not (member.is_worker and member.is_working) or rank is None:
             text = f"{type(message).__name__.lower()} is for workers of a started job"
@@ -483,6 +511,7 @@ class Membership(SilenceMixin, TestimonyMixin):
             self._send_declared(self._declarations.declare(rank, member.peer, message, now))
         else:
             self._send_all(self._collectives.enter(rank, member.peer, message, now))
+            self._admit_where_due(now)
 
     def _keys(self, member: Peer, message: KeysReady | KeysFailed) -> None:
         if member.number is None or not (member.is_owner and member.has_started):
@@ -699,24 +728,32 @@ class Membership(SilenceMixin, TestimonyMixin):
         """Begin the next view, which all others shall await; what they asked has failed."""
         lost = self._lost(member, cause)
         survivors = [item for item in self._peers.values() if item is not member]
-        in_view = _places_of(survivors)
-        if member.is_worker and not self._replay.next_view(in_view):
+        if member.is_worker and not self._replay.next_view(places_of(survivors)):
             self._fail_job(replace(lost, cause=f"{lost.cause}; {NOT_REPLAYED}"))
             return
         self._dismiss([item for item in self._leaving() if item is not member])
+        self._begin_change(str(lost))
+        self._send(member.peer, ViewLost(self.generation, lost, survives=False))
+        self._call_to_view(survivors, ViewLost(self.generation, lost, survives=True), now)
+
+    def _begin_change(self, cause: str) -> None:
+        """End the view, and fail what was asked in it."""
         self.generation += 1
         self.phase, self.is_changing, self._departure = Phase.LOBBY, True, ""
         self._suspicions.clear()
-        self._send_all(self._collectives.fail_all("view", str(lost)))
-        self._send_all(self._declarations.fail_all("view", str(lost)))
-        self._end_view(str(lost))
-        self._send(member.peer, ViewLost(self.generation, lost, survives=False))
-        for item in survivors:
-            self._fail_start(item, "view", str(lost))
-            self._send(item.peer, ViewLost(self.generation, lost, survives=True))
+        self._newcomers.announced = 0
+        self._send_all(self._collectives.fail_all("view", cause))
+        self._send_all(self._declarations.fail_all("view", cause))
+        self._end_view(cause)
+
+    def _call_to_view(self, members: list[Peer], event: ViewLost | ViewJoined, now: float) -> None:
+        """Let the members of the last view come to the next one."""
+        for item in members:
+            self._fail_start(item, "view", event.cause)
+            self._send(item.peer, event)
             item.has_started, item.is_owner, item.number = False, False, None
-        self._in_view = in_view
-        self._count_survivors(survivors)
+        self._in_view = places_of(members)
+        self._count_survivors(members)
         self._change_until = now + self._config.start_timeout_s
         self._watch.begin(now)
 
@@ -764,6 +801,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._send_all(self._declarations.fail_all("peer_lost", message))
         for item in self._peers.values():
             self._fail_start(item, "peer_lost", message)
+        self._end_newcomers(message)
 
     def _remove(self, member: Peer) -> None:
         del self._peers[member.peer]
@@ -782,6 +820,8 @@ class Membership(SilenceMixin, TestimonyMixin):
             self._start_if_complete(now)
         if self.phase is Phase.LOBBY and not self._programs():
             self.is_changing, self._change_until = False, float("inf")
+            if self.has_begun:
+                self._end_newcomers(ALL_LEFT)
             if self.generation > 1:
                 self._idle_until = min(self._idle_until, now + self._config.linger_s)
             elif not self._peers:
@@ -791,6 +831,7 @@ class Membership(SilenceMixin, TestimonyMixin):
     def _next_generation(self, now: float) -> None:
         if self._config.elastic_min:
             self._end_view("all workers have left")
+        self._end_newcomers(ALL_LEFT)
         self.phase = Phase.LOBBY
         self.generation += 1
         self._departure = ""
@@ -914,6 +955,7 @@ class Membership(SilenceMixin, TestimonyMixin):
         self._send_all(self._declarations.fail_all("shutdown", reason))
         for item in self._peers.values():
             self._fail_start(item, "shutdown", f"the job is over: {reason}")
+        self._end_newcomers(reason)
         self._dismiss(self._leaving())
         self._tell_all(JobOver(reason))
         self._idle_until = now + self._config.shutdown_timeout_s
@@ -928,6 +970,7 @@ class Membership(SilenceMixin, TestimonyMixin):
     # ---- small things ----
 
     def _drain(self, now: float) -> list[Action]:
+        self._announce_newcomers()
         if self.phase is Phase.OVER and not self._peers and not self._is_finished:
             self._finish(self._end_reason)
         out, self._out = self._out, []
@@ -962,10 +1005,3 @@ class Membership(SilenceMixin, TestimonyMixin):
 
     def _of_role(self, role: str) -> list[Peer]:
         return [item for item in self._peers.values() if item.join.role == role]
-
-
-def _places_of(members: Iterable[Peer]) -> tuple[int, ...]:
-    """Return the ranks that the workers among some members began with."""
-    return tuple(
-        sorted(item.place for item in members if item.is_worker and item.place is not None)
-    )

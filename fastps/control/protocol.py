@@ -257,7 +257,8 @@ class Join(_Message, frozen=True):
     whether it continues without lost workers. size: number of workers alone. elastic_min: with
     how many workers the job continues in a new view. is_watched: its parent is a launcher, which
     reports how it ends. probe_host, probe_port, cookie: where it takes datagrams, and the secret
-    of them as in _core.Pulse; 0 and empty if it takes none.
+    of them as in _core.Pulse; 0 and empty if it takes none. is_newcomer: it joins a running
+    elastic job, whose size it does not know. elastic_max: how many workers that may have.
     """
 
     request: Id
@@ -284,6 +285,8 @@ class Join(_Message, frozen=True):
     probe_host: Text = ""
     probe_port: Port = 0
     cookie: Cookie = b""
+    is_newcomer: bool = False
+    elastic_max: Count = 0
 
 
 class Absent(_Message, frozen=True):
@@ -393,6 +396,18 @@ class Dropped(_Message, frozen=True):
     """Report that a worker has carried out an answered Forget: its ids may be used again."""
 
     request: Id
+
+
+class Regroup(_Message, frozen=True):
+    """Say that this worker of an elastic job is at a boundary, where newcomers may join.
+
+    generation: in which all workers have agreed on that. Answered by Regrouped when all are there.
+    """
+
+    request: Id
+    name: Name  # of the boundary
+    generation: Id
+    timeout_s: Seconds
 
 
 class Dispute(_Message, frozen=True):
@@ -515,7 +530,7 @@ class Malformed(_Record, frozen=True):
     message: Text
 
 
-Meeting: TypeAlias = Barrier | Blob | Forget | Dispute  # all workers must come
+Meeting: TypeAlias = Barrier | Blob | Forget | Dispute | Regroup  # all workers must come
 # these are answered
 Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Waiting | Leave
 ToScheduler: TypeAlias = (
@@ -540,13 +555,16 @@ ToScheduler: TypeAlias = (
 class Joined(_Message, frozen=True):
     """The member has joined; `member`: its sender number for the pulse connection.
 
-    pid, host_id: of the scheduler, as the members say theirs in Join.
+    pid, host_id: of the scheduler, as the members say theirs in Join. rank, size: those that a
+    newcomer would have now.
     """
 
     request: Id
     member: Sender
     pid: Id = 0
     host_id: Text = ""
+    rank: Rank = 0
+    size: Count = 0
 
 
 class Started(_Message, frozen=True):
@@ -585,6 +603,16 @@ class Done(_Message, frozen=True):
     """A request without result has been fulfilled."""
 
     request: Id
+
+
+class Regrouped(_Message, frozen=True):
+    """All workers are at a boundary.
+
+    generation: of the next view, which newcomers join; 0: nobody joins.
+    """
+
+    request: Id
+    generation: Id
 
 
 class StallTold(_Message, frozen=True):
@@ -636,6 +664,27 @@ class ViewLost(_Message, frozen=True):
     generation: Id
     lost: PeerLost
     survives: bool
+
+    @property
+    def cause(self) -> str:
+        """Why the view has ended."""
+        return str(self.lost)
+
+
+class ViewJoined(_Message, frozen=True):
+    """Newcomers join an elastic job, which goes on with them in a new view.
+
+    All workers were at a boundary. generation: of the next view. cause: who joins, in words.
+    """
+
+    generation: Id
+    cause: Text
+
+
+class Newcomers(_Message, frozen=True):
+    """So many newcomers would join at the next boundary; see Regroup."""
+
+    count: Count
 
 
 class ResultsCommitted(_Message, frozen=True):
@@ -756,6 +805,8 @@ class JobOver(_Message, frozen=True):
 Event: TypeAlias = (
     PeerLost
     | ViewLost
+    | ViewJoined
+    | Newcomers
     | ResultsCommitted
     | PeerLeft
     | OwnerLeft
@@ -769,7 +820,9 @@ Event: TypeAlias = (
     | NewJob
     | JobOver
 )
-Answer: TypeAlias = Joined | Started | ClockTold | Declared | BlobData | Done | StallTold | Failed
+Answer: TypeAlias = (
+    Joined | Started | ClockTold | Declared | BlobData | Done | Regrouped | StallTold | Failed
+)
 ToMember: TypeAlias = Event | Answer
 
 FAILURES: dict[str, type[FastPSError]] = {

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
 from msgspec.structs import replace
@@ -277,9 +278,9 @@ class Scheduler:
             if join is not None and not self._is_its_own(join, token, writer):
                 writer.close()
                 return
-            if token.is_own and self._n_connections[token.who] >= MAX_CONNECTIONS:
+            if token.is_own and self._n_connections[token.who] >= self._most_connections:
                 host, *_ = writer.get_extra_info("peername") or ("unknown",)
-                text = f"{token.who} has {MAX_CONNECTIONS} connections already"
+                text = f"{token.who} has {self._most_connections} connections already"
                 self._gate.refuse("too many connections", host, text)
                 writer.close()
                 return
@@ -293,6 +294,11 @@ class Scheduler:
         if token.is_own:
             self._n_connections[token.who] += 1
             task.add_done_callback(lambda _: self._n_connections.subtract([token.who]))
+
+    @property
+    def _most_connections(self) -> int:
+        """How many connections one token may have; newcomers of several machines have the same."""
+        return MAX_CONNECTIONS * max(self._config.elastic_max, 1)
 
     def _claim(self, purpose: Purpose, sender: int, lane: int) -> Claim:
         """Return what a new connection must prove; a pulse belongs to a control connection."""
@@ -587,6 +593,11 @@ def _views_to_replay(config: Config) -> list[ViewRecord]:
         raise ConfigError(
             f"FASTPS_REPLAY={config.replay} is of an elastic job of {n_workers} workers; start as "
             "many, with FASTPS_ELASTIC_MIN (fastps-run --min)"
+        )
+    if any(set(later.workers) - set(first.workers) for first, later in pairwise(records)):
+        raise ConfigError(
+            f"FASTPS_REPLAY={config.replay} is of a job that workers joined while it ran, which "
+            "cannot be made again; give the log of a job without newcomers"
         )
     return records
 

@@ -31,6 +31,7 @@ from fastps.control.blame import (
     silence_text,
     unreached_text,
 )
+from fastps.control.newcomers import Newcomers
 from fastps.control.protocol import Confirm, Confirmed, Join, PeerLost, ToMember
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class SilenceMixin:
     phase: Phase
     _config: Config
     _peers: dict[int, Peer]
+    _newcomers: Newcomers
     _state_of: Callable[[int, Join], str]
     _slept: tuple[float, float]
 
@@ -72,7 +74,7 @@ class SilenceMixin:
 
     def pulse(self, peer: int, now: float) -> bool:
         """Renew a lease; return False if the peer is not a member."""
-        member = self._peers.get(peer)
+        member = self._peers.get(peer) or self._newcomers.get(peer)
         if member is None:
             return False
         self._renew(member, now)
@@ -80,16 +82,20 @@ class SilenceMixin:
 
     def delayed(self, seconds: float) -> None:
         """Note a time in which the scheduler got no processor: other machines may be as busy."""
-        for member in self._peers.values():
+        for member in self._all_heard():
             member.late_s += seconds
 
     def slept(self, now: float, seconds: float) -> list[Action]:
         """Note that the scheduler itself was stopped: others may have been, and go on after it."""
         self._slept = now, seconds
-        for member in self._peers.values():
+        for member in self._all_heard():
             member.late_s = max(member.late_s, now + self._config.lease_s - member.lease_until)
             member.inquest = None
         return self._drain(now)
+
+    def _all_heard(self) -> list[Peer]:
+        """List all that have a lease: the members, and those that wait to join."""
+        return [*self._peers.values(), *self._newcomers.all]
 
     def _renew(self, member: Peer, now: float) -> None:
         """Begin a lease."""

@@ -19,6 +19,11 @@ import msgspec
 from fastps.errors import ConfigError
 from fastps.files import open_folder, read_file, text_of
 
+NOT_REPLAYED = (
+    "the log of FASTPS_REPLAY does not lose it here, so results would differ from here on: "
+    "start the replay again"
+)
+
 
 class ViewRecord(msgspec.Struct, frozen=True):
     """One view: the ranks that its workers began with, what was committed last, and its end."""

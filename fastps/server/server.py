@@ -26,6 +26,7 @@ from fastps.control.protocol import (
     NewGeneration,
     NewJob,
     PeerLost,
+    ViewJoined,
     ViewLost,
 )
 from fastps.errors import FastPSError, ViewChangedError
@@ -132,8 +133,9 @@ class Server:
             return
         if isinstance(event, DeclareKeys | ForgetKeys):
             self._plane.take(event)
-        elif isinstance(event, ViewLost) and event.survives:
-            log.warning("%s; the job goes on in a new view", event.lost)
+        elif isinstance(event, ViewJoined) or (isinstance(event, ViewLost) and event.survives):
+            level = logging.INFO if isinstance(event, ViewJoined) else logging.WARNING
+            log.log(level, "%s; the job goes on in a new view", event.cause)
             self._next_generation = event.generation
             self._view_ended.set()
         elif isinstance(event, ViewLost):

@@ -74,6 +74,16 @@ def test_connections_of_one_process_are_bounded():
             sock.close()
 
 
+def test_newcomers_of_several_machines_have_the_same_token():
+    with SchedulerThread(elastic_min=1, elastic_max=2) as scheduler:
+        open_ones = [connect(scheduler, "worker", 0) for _ in range(MAX_CONNECTIONS + 1)]
+        for sock in open_ones:
+            sock.sendall(pack(Attend("worker", 0)))
+        assert not is_closed(open_ones[-1])
+        for sock in open_ones:
+            sock.close()
+
+
 def read_message(sock: socket.socket) -> ToMember:
     """Read one message of the scheduler."""
 

@@ -8,6 +8,7 @@ in the end the scheduler finishes.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from control_driver import Driver, make_spec
@@ -36,15 +37,18 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     PeerLost,
+    Regroup,
     ReportLost,
     ResultsCommitted,
     ResultsLanded,
     Started,
     Unheard,
+    ViewJoined,
     ViewLost,
 )
 
 SIZE, SERVERS = 2, 1
+MAX = 4  # workers of an elastic job, with those that join it
 JOINT = 2  # servers in workers' processes, where the workers are on two machines
 PICK = st.integers(0, 63)
 
@@ -58,8 +62,9 @@ class MembershipMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.driver = Driver(
-            size=SIZE, num_servers=SERVERS, lease_s=5, linger_s=3, elastic_min=int(self.is_elastic)
-        )
+            size=SIZE, num_servers=SERVERS, lease_s=5, linger_s=3,
+            elastic_min=int(self.is_elastic), elastic_max=MAX * self.is_elastic,
+        )  # fmt: skip
         self.driver.is_apart = self.is_joint
         self.asked: set[tuple[int, int]] = set()
         self.seen: dict[int, int] = {}
@@ -74,6 +79,10 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def members(self, role: str | None = None) -> list[int]:
         return [p for p, r, _ in self.driver.machine.members() if role in (None, r)]
+
+    def present(self) -> list[int]:
+        """List those whose requests are answered some time."""
+        return self.members()
 
     def ask(self, peer: int, number: int) -> None:
         self.asked.add((peer, number))
@@ -283,10 +292,10 @@ class MembershipMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_is_forgotten(self) -> None:
         self.answers_are_wanted()
-        open_requests = {pair for pair in self.asked if pair[0] in self.members()}
+        open_requests = {pair for pair in self.asked if pair[0] in self.present()}
         assert self.driver.machine.pending() == open_requests
         for peer, _ in self.asked - open_requests:
-            assert peer in self.driver.closed or peer not in self.members()
+            assert peer in self.driver.closed or peer not in self.present()
         if self.driver.machine.phase in (Phase.BROKEN, Phase.OVER):
             assert not open_requests
         if open_requests:
@@ -371,7 +380,7 @@ class MembershipMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everybody dies: the scheduler must end, and owe nobody an answer."""
-        for peer in self.members():
+        for peer in self.present():
             self.driver.die(peer)
         self.driver.advance(1000.0)
         assert self.driver.finish is not None
@@ -386,12 +395,13 @@ class JointMachine(MembershipMachine):
 
 
 class ElasticMachine(MembershipMachine):
-    """The same, where the job goes on with one worker when the others are lost."""
+    """The same, where the job goes on with one worker when others are lost, and newcomers join."""
 
     is_elastic = True
 
     def __init__(self) -> None:
         super().__init__()
+        self.boundary: dict[int, set[int]] = {}  # who is there, by the generation of the next view
         self.landed: dict[tuple[int, str], set[int]] = {}  # on whom, by generation and entry
 
     @precondition(lambda self: self.driver.machine.is_changing)
@@ -400,6 +410,78 @@ class ElasticMachine(MembershipMachine):
         """Let some of the survivors await the next view, and all of them in the end."""
         for peer in self.members()[:count]:
             self.wait_for_start(peer, 30.0)
+
+    def waiting(self) -> list[int]:
+        return [item.peer for item in self.driver.machine._newcomers.all]
+
+    def present(self) -> list[int]:
+        return self.members() + self.waiting()
+
+    @rule(rank=st.sampled_from([None, None, 0, 5]))
+    def a_newcomer_comes(self, rank: int | None) -> None:
+        before = self.driver.machine.members()
+        peer = self.driver.join(rank=rank, size=1, elastic_min=1, is_newcomer=True)
+        assert self.driver.machine.members() == before
+        if isinstance(self.driver.sent[peer][0], Joined):
+            self.driver.machine.pulse(peer, self.driver.now)
+
+    @precondition(lambda self: self.waiting())
+    @rule(pick=PICK)
+    def a_newcomer_is_ready(self, pick: int) -> None:
+        waiting = self.waiting()
+        peer = waiting[pick % len(waiting)]
+        self.wait_for_start(peer, 1000.0)
+
+    @precondition(lambda self: self.waiting())
+    @rule(pick=PICK, is_leave=st.booleans())
+    def a_newcomer_goes(self, pick: int, is_leave: bool) -> None:
+        waiting, before = self.waiting(), self.driver.machine.members()
+        peer, generation = waiting[pick % len(waiting)], self.driver.machine.generation
+        if is_leave:
+            self.ask(peer, self.driver.leave(peer))
+        else:
+            self.driver.die(peer)
+        assert self.driver.machine.members() == before
+        assert self.driver.machine.generation == generation
+
+    @precondition(lambda self: self.members("worker"))
+    @rule(pick=PICK, count=st.sampled_from([1, MAX, MAX, MAX]))
+    def come_to_a_boundary(self, pick: int, count: int) -> None:
+        for peer in [*self.members("worker")[pick % MAX :], *self.members("worker")][:count]:
+            number, generation = self.driver.request(), self.driver.machine.generation
+            self.ask(peer, number)
+            self.boundary.setdefault(generation + 1, set()).add(peer)
+            self.driver.say(peer, Regroup(number, "boundary", generation, 20.0))
+
+    @precondition(lambda self: self.driver.machine.phase is Phase.RUNNING)
+    @rule(count=st.integers(1, MAX))
+    def some_join(self, count: int) -> None:
+        """Let newcomers come and join, so that this happens often."""
+        for _ in range(count):
+            self.a_newcomer_comes(None)
+        for peer in self.waiting():
+            self.wait_for_start(peer, 1000.0)
+        self.come_to_a_boundary(0, MAX)
+
+    @invariant()
+    def who_joins_comes_last(self) -> None:
+        """In a view that all workers of the last one have agreed to; these keep their order."""
+        views: dict[int, list[int]] = {}
+        joined: set[int] = set()
+        for messages in self.driver.sent.values():
+            for message in messages:
+                if isinstance(message, Started):
+                    job = message.job
+                    views[job.generation] = [one.pid for one in job.workers]
+                elif isinstance(message, ViewJoined):
+                    joined.add(message.generation)
+        for generation in joined & self.boundary.keys():
+            if (before := views.get(generation - 1)) is not None:
+                there = {100 + peer for peer in self.boundary[generation]}
+                assert there.issuperset(before)
+        for (_, one), (_, other) in itertools.pairwise(sorted(views.items())):
+            kept = [pid for pid in one if pid in other]
+            assert kept == other[: len(kept)]
 
     @precondition(lambda self: self.members("worker"))
     @rule(pick=PICK, name=st.sampled_from("ab"), is_old=st.booleans())
@@ -429,7 +511,9 @@ class ElasticMachine(MembershipMachine):
                     for entry in message.entries:
                         assert len(self.landed[view, entry]) == n_workers
                         seen.add(entry)
-                elif isinstance(message, ViewLost) and message.survives and peer in workers:
+                elif getattr(message, "survives", isinstance(message, ViewJoined)) and (
+                    peer in workers
+                ):
                     told.setdefault(view, []).append(seen)
         for found in told.values():
             assert all(seen == found[0] for seen in found)
@@ -443,7 +527,7 @@ class ElasticMachine(MembershipMachine):
                 if isinstance(message, Started):
                     job = message.job
                     assert [member.rank for member in job.workers] == list(range(job.n_workers))
-                    assert 1 <= job.n_workers <= SIZE
+                    assert 1 <= job.n_workers <= MAX
                     started.setdefault(job.generation, set()).add(job.members)
         assert all(len(views) == 1 for views in started.values())
 
@@ -451,8 +535,8 @@ class ElasticMachine(MembershipMachine):
     def who_is_lost_is_told(self) -> None:
         """A member that is taken for lost hears of no later view as a survivor."""
         for messages in self.driver.sent.values():
-            told = [message for message in messages if isinstance(message, ViewLost)]
-            assert all(message.survives for message in told[:-1])
+            told = [one for one in messages if isinstance(one, ViewLost | ViewJoined)]
+            assert all(getattr(message, "survives", True) for message in told[:-1])
             generations = [message.generation for message in told]
             assert generations == sorted(set(generations))
 
