@@ -251,6 +251,7 @@ __all__ = [
     "is_initialized",
     "is_topo_weighted",
     "join",
+    "leave",
     "load_machine_topology",
     "load_topology",
     "local_rank",
@@ -364,6 +365,8 @@ def init(*, elastic: Elastic | None = None, **settings: object) -> None:
     """
     if elastic is not None:
         settings["elastic_min"] = elastic.min
+        if elastic.max:
+            settings["elastic_max"] = elastic.max
     on_view = None if elastic is None else elastic.on_view
     _current.init(settings, () if on_view is None else (on_view,))
 
@@ -371,6 +374,16 @@ def init(*, elastic: Elastic | None = None, **settings: object) -> None:
 def shutdown() -> None:
     """Leave the job in order; init() may be called again. Also runs when the process exits."""
     _current.shutdown()
+
+
+def leave() -> None:
+    """Let this worker of an elastic job leave at its next commit() within elastic.run.
+
+    commit() raises SystemExit(0) then, and the others go on in a new view. Returns at once.
+    """
+    from fastps.session.regroup import leave_at_boundary  # noqa: PLC0415  (few programs need it)
+
+    leave_at_boundary(_current.current())
 
 
 def is_initialized() -> bool:
@@ -406,12 +419,14 @@ def rank() -> int:
 
     Validators come after the workers: size() + validator_rank().
     """
-    return _current.known().rank
+    session = _current.known()
+    return session.rank if session.expected is None else session.expected[0]
 
 
 def size() -> int:
     """Return the number of workers."""
-    return _current.known().size
+    session = _current.known()
+    return session.size if session.expected is None else session.expected[1]
 
 
 def local_rank() -> int:

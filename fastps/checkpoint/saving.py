@@ -43,6 +43,7 @@ from fastps.checkpoint.trees import Kind, Parts, Shard, Tensor, take_apart
 from fastps.errors import CheckpointError, StallError, ViewChangedError
 from fastps.files import Folder, open_folder, text_of
 from fastps.session import current
+from fastps.session.view import Hold
 from fastps.types import checked_seconds
 
 _log = logging.getLogger(__name__)
@@ -125,6 +126,11 @@ def start(
         raise ValueError(f"step must be 0 or more, got {step}")
     if keep is not None and operator.index(keep) < 1:
         raise ValueError(f"keep must be 1 or more, or None to keep all, got {keep}")
+    if current.is_initialized() and current.known().expected is not None:
+        raise CheckpointError(
+            "this worker waits to join a running job, and has no values of that job to save yet; "
+            "save within the function of elastic.run, which is where it joins"
+        )
     with _turns.lock:
         if _turns.last is None:
             current.wait_before_leaving(_turns.finish)
@@ -205,7 +211,8 @@ class _Saver:
         return [*self._state.tensors, *self._own.tensors]
 
     def start(self) -> None:
-        """Start the thread that saves."""
+        """Start the thread that saves, with the workers of now."""
+        self._hold = Hold()
         threading.Thread(target=self._run, name=_THREADS).start()
 
     def _run(self) -> None:
@@ -218,6 +225,7 @@ class _Saver:
         finally:
             if self._snapshot is not None:
                 self._snapshot.free()
+            self._hold.end()
             path = self._wish.folder / self._saved.name if self._saved else None
             self.handle.end(path if self._is_complete else None, error)
 

@@ -379,14 +379,14 @@ class ControlClient:
         """
         self.send(ReportLost(member, text_of(cause), is_owner, generation))
 
-    def regroup(self, generation: int, *, timeout_s: float) -> int:
+    def regroup(self, generation: int, *, leaves: bool, timeout_s: float) -> int:
         """Wait until all workers of a generation are at a boundary.
 
-        Returns the generation that newcomers join there, 0 if nobody does. Raises ViewChangedError
-        after a loss.
+        leaves: this one wants to leave there. Returns the generation that follows where somebody
+        joins or leaves, else 0. Raises ViewChangedError after a loss.
         """
         timeout_s = checked_seconds(timeout_s)
-        message = Regroup(next(self._numbers), "boundary", generation, timeout_s)
+        message = Regroup(next(self._numbers), "boundary", generation, timeout_s, leaves)
         what = "waiting for all workers at a boundary"
         return self._ask(message, Regrouped, what=what, timeout_s=timeout_s).generation
 

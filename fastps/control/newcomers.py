@@ -4,7 +4,8 @@
 A newcomer says hello, and builds what it trains with while the others train. Then it awaits the
 start: from now on it is ready. The Membership admits those that are ready when all workers are at
 a boundary, up to FASTPS_ELASTIC_MAX; the others stay ready, as spares. A newcomer that ends before
-changes nothing. Pure: a part of the Membership, which passes it events with the time.
+changes nothing. Workers leave at a boundary too: the next view begins when they have. Pure: a part
+of the Membership, which passes it events with the time.
 """
 
 from __future__ import annotations
@@ -205,7 +206,8 @@ class JoiningMixin:
     _out: list[Action]
     _in_view: tuple[int, ...]
     _newcomers: Newcomers
-    _is_due = False  # all workers are at a boundary, and newcomers join there
+    _is_due = False  # all workers are at a boundary, and some join or leave there
+    _leavers: Sequence[int] = ()  # peers that leave there
 
     def _send(self, peer: int, message: ToMember) -> None:
         raise NotImplementedError
@@ -270,9 +272,9 @@ class JoiningMixin:
         for peer in peers:
             self._out += [Send(peer, self.first_cause or JobOver(text)), Close(peer)]
 
-    def _n_admissible(self) -> int:
+    def _n_admissible(self, n_leavers: int = 0) -> int:
         """Return how many newcomers would join at a boundary now."""
-        room = self._config.elastic_max - len(self._programs())
+        room = self._config.elastic_max - len(self._programs()) + n_leavers
         return max(min(len(self._newcomers.ready), room), 0)
 
     def _announce_newcomers(self) -> None:
@@ -285,22 +287,35 @@ class JoiningMixin:
 
     def _regroup(self, asked: Mapping[int, Entry]) -> Answers:
         """Answer the workers, all of which are at a boundary; _admit_where_due() follows."""
-        self._is_due = self._n_admissible() > 0
+        leavers = [it.peer for it in asked.values() if getattr(it.asked, "leaves", False)]
+        left = len(asked) - len(leavers)
+        if left and left + self._n_admissible(len(leavers)) < self._config.elastic_min:
+            leavers = []  # too few would go on
+        self._leavers = leavers
+        self._is_due = bool(leavers) or self._n_admissible() > 0
         generation = (self.generation + 1) * self._is_due
         return [(it.peer, Regrouped(it.asked.request, generation)) for it in asked.values()]
 
     def _admit_where_due(self, now: float) -> None:
-        """Begin the next view with newcomers, who come last in it."""
+        """Begin the next view, with newcomers, who come last, and without those that leave."""
         if not self._is_due:
             return
-        self._is_due = False
+        self._is_due, leavers, self._leavers = False, self._leavers, ()
         places = [item.place for item in self._programs()]
-        newcomers = self._newcomers.admit(self._n_admissible(), places)
-        cause = text_of(f"{join_names([item.full_name for item in newcomers])} joined")
-        log.info("%s; %d workers go on", cause, len(places) + len(newcomers))
+        newcomers = self._newcomers.admit(self._n_admissible(len(leavers)), places)
+        gone = [self._peers[peer] for peer in leavers]
+        changes = ((newcomers, "joined"), (gone, "left"))
+        cause = text_of("; ".join(
+            f"{join_names([item.full_name for item in some])} {what}"
+            for some, what in changes if some
+        ))  # fmt: skip
+        log.info("%s; %d workers go on", cause, len(places) + len(newcomers) - len(gone))
         self._dismiss(self._leaving())
         self._begin_change(cause)
-        self._call_to_view(list(self._peers.values()), ViewJoined(self.generation, cause), now)
+        event = ViewJoined(self.generation, cause)
+        others = [item for peer, item in self._peers.items() if peer not in leavers]
+        self._call_to_view(others, event, now)
+        self._call_to_view(gone, replace(event, survives=False), now)
         last = max((item.rank or 0 for item in self._programs()), default=-1)
         for rank, item in enumerate(newcomers, last + 1):
             item.rank, item.start_deadline = rank, now + 2 * self._config.start_timeout_s

@@ -401,13 +401,15 @@ class Dropped(_Message, frozen=True):
 class Regroup(_Message, frozen=True):
     """Say that this worker of an elastic job is at a boundary, where newcomers may join.
 
-    generation: in which all workers have agreed on that. Answered by Regrouped when all are there.
+    generation: in which all workers have agreed on that. leaves: this one wants to leave there.
+    Answered by Regrouped when all are there.
     """
 
     request: Id
     name: Name  # of the boundary
     generation: Id
     timeout_s: Seconds
+    leaves: bool = False
 
 
 class Dispute(_Message, frozen=True):
@@ -608,7 +610,7 @@ class Done(_Message, frozen=True):
 class Regrouped(_Message, frozen=True):
     """All workers are at a boundary.
 
-    generation: of the next view, which newcomers join; 0: nobody joins.
+    generation: of the next view, if somebody joins or leaves; else 0.
     """
 
     request: Id
@@ -672,13 +674,15 @@ class ViewLost(_Message, frozen=True):
 
 
 class ViewJoined(_Message, frozen=True):
-    """Newcomers join an elastic job, which goes on with them in a new view.
+    """Newcomers join an elastic job, or workers leave it, and it goes on in a new view.
 
-    All workers were at a boundary. generation: of the next view. cause: who joins, in words.
+    All workers were at a boundary. generation: of the next view. cause: who joins or leaves, in
+    words. survives: as of ViewLost; who leaves ends the view, and then leaves instead of coming.
     """
 
     generation: Id
     cause: Text
+    survives: bool = True
 
 
 class Newcomers(_Message, frozen=True):

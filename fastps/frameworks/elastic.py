@@ -18,6 +18,7 @@ Programs look as they do for Horovod ("Elastic Horovod"), and continue in one of
 - In an elastic job (`fastps-run --min N`) the survivors continue in the same processes. Where they
   cannot finish an operation without the lost worker, run() restores the last commit, and calls
   train() again. A loss that cost nothing has reset callbacks called by the next commit().
+  Newcomers join at a commit(), and all call train() again with the present values.
 
 Decides what a commit contains and when it is read. A setting (FASTPS_COMMIT_DIR) decides where it
 is, and each framework how tensors are copied and sent. Threads: the one that trains. All ranks
@@ -37,7 +38,8 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps.errors import ConfigError
+from fastps.control.protocol import pack_spec, unpack_spec
+from fastps.errors import ConfigError, FastPSError
 from fastps.files import open_folder
 from fastps.frameworks import commits
 from fastps.frameworks.array_exchange import broadcast_in_place
@@ -51,6 +53,7 @@ from fastps.frameworks.elastic_views import (
     take_over,
 )
 from fastps.session import current
+from fastps.session.regroup import leaving_on_sigterm
 from fastps.worker.handle import Array
 
 _log = logging.getLogger(__name__)
@@ -63,7 +66,8 @@ _runs = itertools.count(1)  # numbers of run(); a restarted program has the same
 class HostsUpdatedInterrupt(RuntimeError):
     """Ends a function of elastic.run, which calls it again with the present values.
 
-    commit() and check_host_updates() raise it in an elastic job where a loss needs that.
+    commit() and check_host_updates() raise it in an elastic job where a loss needs that, and
+    where newcomers join.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -87,7 +91,7 @@ class State(ABC):
                 raise ValueError(f"{kind} has a {name!r} of its own: use another name")
         self._callbacks: list[Callable[[], object]] = []
         self._path: Path | None = None
-        self._has_warned = self._is_running = False
+        self._has_warned = self._is_running = self._has_said_busy = False
         self._number = 0  # of the run
         self._members: Members = ()  # as of the last agreement, in an elastic job
         self._saved = self._copies()
@@ -109,7 +113,7 @@ class State(ABC):
             object.__setattr__(self, name, value)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Register functions that all ranks call when training continues after a loss.
+        """Register functions that all ranks call when training continues after a loss or a join.
 
         Rank 0's values are taken over after that, so all have the learning rate that it sets.
         """
@@ -130,24 +134,42 @@ class State(ABC):
         self.save()
 
     def check_host_updates(self) -> None:
-        """Let training follow a loss in an elastic job; does nothing in others.
+        """Let training follow a loss or a join in an elastic job; does nothing in others.
 
         After a loss that cost no step, all workers call the reset callbacks, take over rank 0's
         present values, and go on. HostsUpdatedInterrupt instead, within elastic.run, where the
         state holds an ElasticSampler, or another worker continues from its last commit: the
-        function begins again. All workers call this together; blocks.
+        function begins again. Newcomers join here within elastic.run, while no operation is in
+        flight; then it begins again too. Workers leave here as well (fastps.leave()), and raise
+        SystemExit. All workers call this together; blocks.
         """
         session = current.current()
         if not session.is_elastic:
             return
         self._members = self._members or members_of(session)
-        news = self._exchange_news()
-        if not any(news):
+        news = self._exchange_news(is_here=True)
+        while news.is_awaited and not news.is_busy:
+            if session.regroup(news.view):  # type: ignore[attr-defined]
+                raise HostsUpdatedInterrupt
+            news = self._exchange_news(is_here=True)  # after a loss, or they have gone
+        if news.is_awaited:
+            self._say_busy()
+        if not (news.has_failed or news.is_changed):
             return
         if self._is_running and (news.has_failed or self._samplers()):
             raise HostsUpdatedInterrupt
         self._reset_in_views()
         self.sync()
+
+    def _say_busy(self) -> None:
+        """Log, once and on rank 0, why newcomers cannot join."""
+        if not self._has_said_busy and current.current().rank == 0:
+            self._has_said_busy = True
+            _log.warning(
+                "workers wait to join or leave this job, and cannot at this commit(): call it "
+                "within the first function of elastic.run, when all operations before it were "
+                "waited for and no checkpoint is being saved"
+            )
 
     def save(self) -> None:
         """Do what commit() does, without check_host_updates()."""
@@ -225,6 +247,9 @@ class State(ABC):
     def _begin(self, number: int) -> None:
         """Continue from the commit of the run of that number, or begin."""
         self._number, now = number, current.current()
+        if now.expected is not None:
+            self._join_others(now)
+            return
         if now.is_elastic:
             if self._sync_in_views(is_first=True):
                 self._reset_in_views()
@@ -236,6 +261,12 @@ class State(ABC):
             self._load(self._path)
         if was_there:
             self.on_reset()
+        self.sync()
+
+    def _join_others(self, session: Any) -> None:
+        """Join a job that runs, as a newcomer; ends the process in order if the job is over."""
+        session.enter()
+        self._reset_in_views()
         self.sync()
 
     def _is_there(self) -> bool:
@@ -261,20 +292,31 @@ class State(ABC):
         """Return the values that distribute indices over the workers."""
         return [one for one in self._values.values() if hasattr(one, "distribute_over")]
 
-    def _exchange_news(self, *, has_failed: bool = False) -> News:
-        session = current.current()
-        return exchange_news(session, News(has_failed, members_of(session) != self._members))
+    def _exchange_news(self, *, has_failed: bool = False, is_here: bool = False) -> News:
+        """Return what any worker knows. is_here: newcomers may join if nothing is in flight."""
+        session: Any = current.current()
+        is_free = is_here and self._is_running and self._number == 1 and session.is_at_boundary
+        is_changed = members_of(session) != self._members
+        is_awaited = session.n_newcomers > 0 or session.is_leaving
+        news = News(has_failed, is_changed, is_awaited, not is_free)
+        return exchange_news(session, news)
 
     def _sync_in_views(self, *, is_first: bool = False) -> bool:
         """Take over the values of the first worker that is left.
 
         is_first: those of a commit on the disk, if there is one; returns whether there was.
         """
-        session = current.current()
+        session: Any = current.current()
+        is_new = session.is_new
         for sampler in self._samplers():
             sampler.merge_recorded()
 
         def offer() -> Parcel:
+            if is_new:
+                raise FastPSError(
+                    "it had just joined, and all workers that it joined are lost since; start the "
+                    "job again from the last commit"
+                )
             is_there = self._number > 0 and self._is_there() and is_first
             if is_there and self._path is not None:
                 self._load(self._path)
@@ -282,11 +324,13 @@ class State(ABC):
             for sampler in self._samplers():
                 sampler.settle(members)
             plain, described, tensors = self._take_apart(self._copies())
-            return Parcel((list(members), is_there, plain), described, tensors)
+            layouts = [pack_spec(one) for one in session.layouts()]
+            return Parcel((list(members), is_there, plain, layouts), described, tensors)
 
         told, tensors = take_over(session, offer, self._room)
         members: list[str] = told[0]
         is_there: bool = told[1]
+        session.take_layouts([unpack_spec(one) for one in told[3]])
         is_changed = bool(self._members) and self._members != tuple(members)
         self._members = tuple(members)
         for sampler in self._samplers():
@@ -356,7 +400,8 @@ def run(train: Callable[Concatenate[_S, _P], _R]) -> Callable[Concatenate[_S, _P
         state._is_running = True
         try:
             if current.current().is_elastic:
-                return state._call_in_views(call)
+                with leaving_on_sigterm(current.current()):
+                    return state._call_in_views(call)
             return _called(state, call)
         finally:
             state._is_running = False

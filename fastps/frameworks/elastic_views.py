@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the survivors of an elastic job agree on, between the losses: members, and one's values.
+"""What the workers of an elastic job agree on, between the losses: members, and one's values.
 
-They may be in different operations when a member is lost, and learn of the loss at different
+Survivors may be in different operations when a member is lost, and learn of the loss at different
 moments. So all that is here goes by operations that go on past a loss, push_pull() and
 broadcast_object(): all survivors have the same results of them, and decide by these alone.
 Threads: the one that trains; fastps:view notes the members of each view.
@@ -42,6 +42,8 @@ class Parcel(NamedTuple):
 
 def members_of(session: Any) -> Members:
     """Return the workers of the present view by rank."""
+    if session.expected is not None:  # a newcomer that has yet to join
+        return ()
     job = session.connections.job  # replaced as a whole, unlike the session's rank and size
     return tuple(f"{one.hostname} {one.pid}" for one in job.workers[: job.n_workers])
 
@@ -61,16 +63,24 @@ def lost_errors() -> tuple[type[PeerLostError], ...]:
 
 
 class News(NamedTuple):
-    """What a worker knows, or any of them: whether func has failed, whether members are others."""
+    """What a worker knows, or any of them.
+
+    has_failed: the function has. is_changed: members are others. is_awaited: newcomers wait to
+    join. is_busy: they cannot join here. view: in which all workers have told that, by its number.
+    """
 
     has_failed: bool
     is_changed: bool
+    is_awaited: bool
+    is_busy: bool
+    view: int = 0
 
 
 def exchange_news(session: Any, mine: News) -> News:
     """Return what any worker knows, the same on all; blocks until all have come here."""
-    found = session.push_pull(np.array(mine, np.int32), _NEWS, average=False)
-    return News(*(bool(one) for one in found))
+    handle = session.push_pull_async(np.array(mine[:4], np.int32), _NEWS, average=False)
+    has_failed, is_changed, is_awaited, is_busy = map(bool, handle.wait())
+    return News(has_failed, is_changed, is_awaited, is_busy, handle.view)
 
 
 def take_over(session: Any, offer: Callable[[], Parcel], room: Room[_T]) -> tuple[Any, list[_T]]:

@@ -40,6 +40,7 @@ from fastps.control.protocol import (
     PeerLeft,
     PeerLost,
     TensorSpec,
+    ViewJoined,
     ViewLost,
 )
 from fastps.errors import (
@@ -95,6 +96,35 @@ def may_serve(config: Config) -> bool:
     return not has_enough or config.elastic_min > 0  # whose servers may be lost
 
 
+def say_hello(config: Config, on_event: Callable[[Event], None]) -> ControlClient:
+    """Return the client of a newcomer, which waits with it for a job that runs.
+
+    on_event: as of Connections, which take the client over. Raises what Connections raise.
+    """
+    doors = open_listeners(config, port=0)
+    try:
+        return _connect(config, doors, on_event=on_event, is_newcomer=True)
+    finally:
+        doors.close()  # the connections of its first view open others
+
+
+def _connect(
+    config: Config, doors: Listeners, *, on_event: Callable[[Event], None],
+    is_newcomer: bool = False,
+) -> ControlClient:  # fmt: skip
+    return ControlClient.connect(
+        config,
+        role=config.role,
+        data_address=doors.address,
+        unix=doors.unix,
+        serves=may_serve(config),
+        machine=machine_name(config, is_shared=_shares(config)),
+        gid=rdma.look_up(config).usable_gid,
+        on_event=on_event,
+        is_newcomer=is_newcomer,
+    )
+
+
 def choose_threads() -> int:
     """Return the threads that encode: a quarter of the CPUs, 1 to 4."""
     return min(max(len(os.sched_getaffinity(0)) // 4, 1), 4)
@@ -130,6 +160,8 @@ def _ignore(event: Event) -> None:
 class Connections:
     """Everything that a worker of a running job holds on to; made whole or not at all."""
 
+    _is_first = True  # view of this process
+
     def __init__(
         self, config: Config, on_event: Callable[[Event], None],
         client: ControlClient | None = None,
@@ -142,6 +174,7 @@ class Connections:
         self._config = config
         self._on_event = on_event
         self._lost: list[int] = []  # workers without which the job goes on
+        self._is_first = client is None
         self._last_job: Job | None = None
         self._told_loss: PeerLost | None = None
         self._is_told = threading.Event()
@@ -162,7 +195,7 @@ class Connections:
                 self.client = self._join(doors)
             else:
                 self._device = rdma.look_up(config)
-                self.client, self._last_job = client, client.job
+                self.client, self._last_job = client, client.known_job
                 client.give_events_to(self._take)
                 client.await_view(port=doors.address[1], unix=doors.unix)
             self.job = self.client.job
@@ -212,16 +245,7 @@ class Connections:
 
     def _join(self, doors: Listeners) -> ControlClient:
         self._device = rdma.look_up(self._config)
-        return ControlClient.connect(
-            self._config,
-            role=self._config.role,
-            data_address=doors.address,
-            unix=doors.unix,
-            serves=may_serve(self._config),
-            machine=machine_name(self._config, is_shared=_shares(self._config)),
-            gid=self._device.usable_gid,
-            on_event=self._take,
-        )
+        return _connect(self._config, doors, on_event=self._take)
 
     def _make(self, doors: Listeners) -> None:
         self.node = PeerLinks(
@@ -282,7 +306,7 @@ class Connections:
             from fastps.telemetry.recorder import Recorder  # noqa: PLC0415  (seldom needed)
 
             me = self.job.members[self.job.me]
-            view = "" if self._last_job is None else f"-view{self.job.generation}"
+            view = "" if self._is_first else f"-view{self.job.generation}"
             self.recorder = Recorder(
                 self._config, role="worker", number=self.job.me, host_id=me.host_id,
                 ping=self.client.clock_ns, ending=view,
@@ -517,8 +541,8 @@ class Connections:
             lost = event.lost if isinstance(event, ViewLost) else event
             self._told_loss = self._told_loss or lost
             self._is_told.set()
-        if isinstance(event, ViewLost):
-            if self._last_job is None or self.client.job is not self._last_job:
+        if isinstance(event, ViewLost | ViewJoined):
+            if self._is_first or self.client.known_job is not self._last_job:
                 self._fail(Status.PEER_LOST)  # else we have yet to be told of the next view
         elif isinstance(event, PeerLost):
             self._lose(event)

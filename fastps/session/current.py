@@ -121,7 +121,8 @@ def _started(
             "variable"
         )
     session = _join(config, settings, on_view)
-    outside_job.watch(session.size)
+    if session.expected is None:  # else it has yet to join a job that runs
+        outside_job.watch(session.size)
     return session
 
 
@@ -155,6 +156,10 @@ def _join(
 
 
 def _made(config: Config, on_view: Sequence[Callable[[View], object]]) -> Session:
+    if config.elastic_join:
+        from fastps.session.newcomer import Newcomer  # noqa: PLC0415  (most jobs have none)
+
+        return Newcomer(config, on_view)
     if config.is_elastic and config.size > 1:
         from fastps.session.elastic import ElasticSession  # noqa: PLC0415  (most jobs are not)
 

@@ -44,10 +44,12 @@ from fastps.control.protocol import (
     Event,
     JobOver,
     Layout,
+    Newcomers,
     PeerLost,
     ResultsCommitted,
     ResultsLanded,
     TensorSpec,
+    ViewJoined,
     ViewLost,
     relaid,
 )
@@ -61,10 +63,10 @@ from fastps.errors import (
     ViewChangedError,
 )
 from fastps.session.elastic_groups import ElasticGroups
-from fastps.session.excepthook import MAX_WORDS
+from fastps.session.regroup import RegroupMixin
 from fastps.session.session import Session, State
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
-from fastps.session.view import View, has_news
+from fastps.session.view import View, has_news, tell
 from fastps.types import DType, checked_seconds
 from fastps.worker.handle import READY, Array, Handle, OperationHandle
 
@@ -252,7 +254,7 @@ class ElasticHandle(Handle[Array | list[Array]]):
         return self._outputs[0] if self._is_single else list(self._outputs)
 
 
-class ElasticSession(Session):
+class ElasticSession(RegroupMixin, Session):
     """Membership of this process in an elastic job, over all its views."""
 
     is_elastic = True
@@ -263,15 +265,17 @@ class ElasticSession(Session):
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
-        self.changed = threading.Condition()  # guards the next seven
+        self.changed = threading.Condition()  # guards the next eight
         self._generation = 0  # of the job, in this view
+        self.generations = {}
         self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them
         self.told_view = 1  # the last one that the program knows of
         self._told_ended = 0  # and the scheduler, of links that ended
         self._counts: dict[str, int] = {}  # of commits, by name
-        self._news: ViewLost | None = None  # what the view is about to end for
-        self._losses: list[ViewLost] = []  # that no view was told of
+        self._news: ViewLost | ViewJoined | None = None  # what the view is about to end for
+        self._changes: list[ViewLost | ViewJoined] = []  # that no view was told of
         self._cause = ""  # of the last end of a view
+        self._how = ""  # the job goes on since
         self._is_changing = False
         self._fatal: FastPSError | None = None  # why no view comes any more
         self._active: dict[str, ElasticHandle] = {}  # in the order of their starts, by name
@@ -284,10 +288,6 @@ class ElasticSession(Session):
         self._on_view = list(on_view)  # called with each new view
         self._threads: list[threading.Thread] = []
         super().__init__(config)
-        self.first_place = self.rank, self.size  # in the first view, which no loss changes
-        assert self.groups is not None  # there from now on, except while a view begins
-        self._generation = self.connections.job.generation
-        self._fence.watch(self.connections.job)
         self._ending = threading.Event()
         work = {"fastps:view": self._change_views, "fastps:commit": self._report_landings}
         self._threads = [
@@ -296,6 +296,14 @@ class ElasticSession(Session):
         ]
         for thread in self._threads:
             thread.start()
+
+    def _join(self, connections: Connections) -> None:
+        super()._join(connections)
+        if not self._threads:  # the first view
+            self.first_place = self.rank, self.size
+            assert super().groups is not None  # there from now on, except while a view begins
+            self._generation = self.generations[1] = connections.job.generation
+            self._fence.watch(connections.job)
 
     def call_in_views(self, call: Callable[[View], object]) -> None:
         """Have a function called with each next view, before operations in it end."""
@@ -660,13 +668,13 @@ class ElasticSession(Session):
 
         A thread of the program that waits would report it too, but perhaps late.
         """
-        connections, view = self.connections, self.view
-        if self._told_ended == view or self._has_news(view):
+        view = self.view
+        if self._told_ended == view or self._has_news(view):  # or a newcomer waits
             return
-        if connections.engine.failure is None and connections.exchange.failure is None:
+        if (now := self.connections).engine.failure is None and now.exchange.failure is None:
             return
         self._told_ended = view
-        self._report(connections.failure("", Status.PEER_LOST), view)
+        self._report(now.failure("", Status.PEER_LOST), view)
 
     @property
     def _is_tracking(self) -> bool:
@@ -769,7 +777,7 @@ class ElasticSession(Session):
 
     def _changed_error(self, what: str) -> ViewChangedError:
         return ViewChangedError(
-            f"{what}: {self._cause}; the job goes on without it: call the operation again on all "
+            f"{what}: {self._cause}; the job goes on {self._how}: call the operation again on all "
             "workers. Make process sets anew before, and the groups of torch.distributed by "
             "destroy_process_group() and init_process_group()"
         )
@@ -798,13 +806,11 @@ class ElasticSession(Session):
         if isinstance(event, ResultsCommitted):
             self._commit(event.entries)
             return
-        if isinstance(event, ViewLost) and event.survives:
-            log.info("%s; the job goes on in a new view", event.lost)
-            self._fence.end(event.lost)
-            with self.changed:
-                self._news, self._cause = event, str(event.lost)
-                self._losses.append(event)
-                self.changed.notify_all()
+        if isinstance(event, Newcomers):
+            self.n_newcomers = event.count
+            return
+        if isinstance(event, ViewJoined) or (isinstance(event, ViewLost) and event.survives):
+            self._note_change(event)
             return
         if isinstance(event, ViewLost):
             self._fail(PeerLostError(f"this process was taken for lost: {event.lost.cause}"))
@@ -867,13 +873,17 @@ class ElasticSession(Session):
         began = time.monotonic()
         invalidate_call_cache()
         if self._groups is not None:
-            lost = "" if self._news is None else str(self._news.lost)
+            lost = "" if self._news is None else self._news.cause
             self._groups.end_view(lost or "a member is lost")
             with contextlib.suppress(FastPSError):
                 self._groups.close()
-        self.connections.end_view()
+        if hasattr(self, "connections"):  # else this is a newcomer's first view
+            self.connections.end_view()
         self._fence.wait()
-        self._begin_view(began)
+        if self.has_left:
+            self._leave_at_boundary()
+        else:
+            self._begin_view(began)
 
     def _begin_view(self, began: float) -> None:
         with self.changed:
@@ -884,12 +894,7 @@ class ElasticSession(Session):
         self._landings.clear()
         connections = self._meet_again()
         invalidate_call_cache()  # of calls that ended since the view has
-        with self.changed:  # was another member lost before this view began, it is without it
-            generation = connections.job.generation
-            lost = [str(one.lost) for one in self._losses if one.generation <= generation]
-            self._losses = self._losses[len(lost) :]
-            if not self._losses:
-                self._news = None
+        changes = self._take_changes(connections.job.generation)
         self._fence.wait()
         self._fence.watch(self.connections.job)
         if (ruled := self._ruled_by_workers()) is not None:
@@ -906,8 +911,9 @@ class ElasticSession(Session):
             handles = list(dict.fromkeys(self._active.values()))
         for handle in handles:
             self._start_again(handle)
+        cause = "; ".join(one.cause for one in changes)
         view = View(
-            connections.job.view, self.rank, self.size, "; ".join(lost), len(handles),
+            connections.job.view, self.rank, self.size, cause, len(handles),
             time.monotonic() - began,
         )  # fmt: skip
         if self.rank == 0:
@@ -916,7 +922,7 @@ class ElasticSession(Session):
             return
         with self.changed:
             self.view = view.number
-            self._generation = connections.job.generation
+            self._generation = self.generations[self.view] = connections.job.generation
             self.changed.notify_all()
 
     def _ruled_by_workers(self) -> str | None:
@@ -931,23 +937,20 @@ class ElasticSession(Session):
 
         The others know it as the cause, and go on without this worker.
         """
-        for call in self._on_view:
-            try:
-                call(view)
-            except BaseException as error:
-                log.exception("on_view has raised an error")
-                what = " ".join(f"on_view raised {type(error).__name__}: {error}".split())
-                self._fail(FastPSError(f"{what[:MAX_WORDS]}; so this worker leaves the job"))
-                with contextlib.suppress(FastPSError):
-                    self.connections.client.report_lost(self.rank, f"its {what[:MAX_WORDS]}")
-                return False
-        return True
+        if what := tell(self._on_view, view):
+            self._fail(FastPSError(f"{what}; so this worker leaves the job"))
+            with contextlib.suppress(FastPSError):
+                self.connections.client.report_lost(self.rank, f"its {what}")
+        return not what
 
     def _meet_again(self) -> Connections:
         """Await the next view, and connect to its members."""
         from fastps.session.connections import Connections  # noqa: PLC0415  (as in Session)
 
-        connections = Connections(self._given, self._on_event, self._client)
+        try:
+            connections = Connections(self._given, self._on_event, self._client)
+        finally:
+            self._note_place()
         job = connections.job
         self.config = replace(
             self._given, size=job.n_workers, num_servers=len(job.members) - job.n_workers

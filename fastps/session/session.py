@@ -134,6 +134,9 @@ class Session(ForgetMixin):
     """
 
     is_elastic = False  # whether it goes on in a new view: then it is an ElasticSession
+    # rank and size that a newcomer will have, until it has joined the job
+    expected: tuple[int, int] | None = None
+    joins = 0  # views that newcomers have joined
 
     def __init__(self, config: Config) -> None:
         """Join the job, connect to every server, wait for everybody; blocks to start_timeout_s."""
@@ -147,10 +150,14 @@ class Session(ForgetMixin):
         fork.sessions.add(self)
         self._begin(config)
         if config.num_servers or config.n_programs > 1 or config.force_distributed:
-            # imported here: a job of one worker needs neither links nor engines
-            from fastps.session.connections import Connections  # noqa: PLC0415
+            self._connect(config)
 
-            self._join(Connections(config, self._on_event))
+    def _connect(self, config: Config) -> None:
+        """Join the job."""
+        # imported here: a job of one worker needs neither links nor engines
+        from fastps.session.connections import Connections  # noqa: PLC0415
+
+        self._join(Connections(config, self._on_event))
 
     def _begin(self, config: Config) -> None:
         """Make what a session consists of beside its connections, and knows of other members."""

@@ -239,6 +239,7 @@ class FakeSession:
     """One rank's half."""
 
     is_elastic = False
+    expected, joins = None, 0
 
     def __init__(self, cluster: FakeCluster, rank: int) -> None:
         self._cluster = cluster

@@ -30,7 +30,7 @@ from fastps.session import current  # noqa: E402
 class FakeElasticSession:
     """What a sampler asks of a session: the members of a view, and its number."""
 
-    is_elastic = True
+    is_elastic, expected = True, None
 
     def __init__(self, name: int, names: list[int]) -> None:
         self.name, self.view, self._calls = name, 0, []

@@ -49,6 +49,7 @@ FLOORS = {
     "fastps.launch": 10,
     "fastps": 11,  # the package's own names: the NumPy face
     "fastps.frameworks": 12,
+    "fastps.elastic": 13,
     "fastps.torch": 13,
     "fastps.jax": 13,
     "fastps.tensorflow": 13,

@@ -445,13 +445,17 @@ class ElasticMachine(MembershipMachine):
         assert self.driver.machine.generation == generation
 
     @precondition(lambda self: self.members("worker"))
-    @rule(pick=PICK, count=st.sampled_from([1, MAX, MAX, MAX]))
-    def come_to_a_boundary(self, pick: int, count: int) -> None:
+    @rule(
+        pick=PICK, count=st.sampled_from([1, MAX, MAX, MAX]),
+        leavers=st.sampled_from([0, 0, 0, 1, 2, 5, 63]),
+    )  # fmt: skip
+    def come_to_a_boundary(self, pick: int, count: int, leavers: int = 0) -> None:
         for peer in [*self.members("worker")[pick % MAX :], *self.members("worker")][:count]:
             number, generation = self.driver.request(), self.driver.machine.generation
             self.ask(peer, number)
             self.boundary.setdefault(generation + 1, set()).add(peer)
-            self.driver.say(peer, Regroup(number, "boundary", generation, 20.0))
+            leaves = bool(leavers >> (peer % 6) & 1)
+            self.driver.say(peer, Regroup(number, "boundary", generation, 20.0, leaves))
 
     @precondition(lambda self: self.driver.machine.phase is Phase.RUNNING)
     @rule(count=st.integers(1, MAX))

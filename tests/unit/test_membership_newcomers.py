@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from control_driver import Driver
 from test_membership_views import come, failed, job_of
 
@@ -41,10 +43,10 @@ def ready(driver: Driver, count: int = 1) -> list[int]:
     return found
 
 
-def regroup(driver: Driver, *peers: int) -> None:
+def regroup(driver: Driver, *peers: int, leavers: Sequence[int] = ()) -> None:
     for peer in peers:
-        generation = driver.machine.generation
-        driver.say(peer, Regroup(driver.request(), "boundary", generation, 60.0))
+        number, generation = driver.request(), driver.machine.generation
+        driver.say(peer, Regroup(number, "boundary", generation, 60.0, peer in leavers))
 
 
 def generations(driver: Driver, peer: int) -> list[int]:
@@ -312,3 +314,56 @@ class TestAdmission:
         regroup(driver, a, b)
         assert generations(driver, a) == [0]
         assert driver.machine.phase is Phase.RUNNING
+
+
+class TestLeaving:
+    def test_the_next_view_begins_when_who_leaves_has_left(self):
+        driver = elastic(size=3)
+        (a, b, c), _ = driver.start()
+        regroup(driver, a, b, c, leavers=[b])
+        assert [one.survives for one in driver.events(a, ViewJoined)] == [True]
+        (told_b,) = driver.events(b, ViewJoined)
+        assert isinstance(told_b, ViewJoined)
+        assert not told_b.survives
+        assert told_b.cause.endswith("left")
+        come(driver, a, c)
+        assert len(driver.events(a, Started)) == 1
+        number = driver.leave(b)
+        assert Done(number) in driver.sent[b]
+        assert [job_of(driver, peer).me for peer in (a, c)] == [0, 1]
+        assert driver.machine.first_cause is None
+
+    def test_one_joins_as_another_leaves(self):
+        driver = elastic(size=2, most=2)
+        (a, b), _ = driver.start()
+        (newcomer,) = ready(driver)
+        assert told(driver, a) == []  # there is no room
+        regroup(driver, a, b, leavers=[a])
+        driver.leave(a)
+        come(driver, b)
+        assert [job_of(driver, peer).me for peer in (b, newcomer)] == [0, 1]
+
+    def test_nobody_leaves_where_too_few_would_go_on(self):
+        driver = elastic(size=3, least=2)
+        (a, b, c), _ = driver.start()
+        regroup(driver, a, b, c, leavers=[b, c])
+        assert generations(driver, b) == [0]
+        assert driver.machine.phase is Phase.RUNNING
+
+    def test_all_may_leave(self):
+        driver = elastic(size=2, least=2)
+        (a, b), _ = driver.start()
+        regroup(driver, a, b, leavers=[a, b])
+        for peer in (a, b):
+            driver.leave(peer)
+        driver.advance(100.0)
+        assert driver.finish is not None
+        assert driver.finish.code == 0
+
+    def test_one_that_dies_before_it_has_left_is_a_loss(self):
+        driver = elastic(size=3)
+        (a, b, c), _ = driver.start()
+        regroup(driver, a, b, c, leavers=[b])
+        driver.die(b)
+        come(driver, a, c)
+        assert job_of(driver, a).n_workers == 2

@@ -138,7 +138,9 @@ class GradientExchange:
         self._hooks: list[RemovableHandle] = []
         self._home = weakref.ref(current.current())
         unwrapped.stop(current.current())
-        self._is_released = self._has_compared = False
+        self._is_released = False
+        # how often newcomers had joined when weights were compared, and when sparse gradients were
+        self._compared = self._asked = -1
         self._memory: Memory = {}
         self._momenta: dict[int, torch.Tensor] = {}  # of weights that decay, by their ids
         self._sums = None if self._average else EarlierSums(self._parameters)
@@ -243,14 +245,15 @@ class GradientExchange:
             self._sums.forget()
 
     def check_weights(self) -> None:
-        """Compare the weights of all workers, once; MismatchError on all. Blocks.
+        """Compare the weights of all workers, once, and after each join; MismatchError on all.
 
-        Not under a rule, where a lying worker could stop all others by it.
+        Blocks. Not under a rule, where a lying worker could stop all others by it.
         """
         is_wanted = self._rule is None and current.current().config.check_weights
-        if self._has_compared or not is_wanted:
+        joins = current.current().joins
+        if self._compared == joins or not is_wanted:
             return
-        self._has_compared = True
+        self._compared = joins
         weights = [real_of(parameter) for parameter in self._parameters]
         check_weights(weights, f"{self._prefix}parameters", self._process_set)
 
@@ -470,8 +473,11 @@ class GradientExchange:
     def ask_about_sparse(self) -> None:
         """Start to find out which gradients are sparse on any worker, unless that is known.
 
-        A worker that has no gradient of a parameter yet cannot know it by itself.
+        A worker that has no gradient of a parameter yet cannot know it by itself. All ask again
+        when newcomers have joined.
         """
+        if self._asked != (joins := current.current().joins):
+            self._asked, self._knows_sparse = joins, self._sparse_as_dense
         if self._knows_sparse or self._sparse_query is not None:
             return
         known = [

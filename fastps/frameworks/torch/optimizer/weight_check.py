@@ -52,6 +52,7 @@ def check_alike(
     theirs = session.broadcast_object(list(mine), 0, f"{label}.alike")
     found = _difference(mine, theirs, session.rank, 0, cure)
     rank, size = _place_of(session)
+    label = _label_of(session, label)
     differs = np.zeros(size, dtype=np.int32)
     differs[rank] = bool(found)
     session.push_pull_async(differs, f"{label}.alike", average=False, out=differs).wait()
@@ -83,6 +84,7 @@ def exchange_prints(
     ranks = range(size) if is_of_all else process_set.ranks
     prints = np.zeros((len(ranks), 2), dtype=np.int32)
     prints[ranks.index(rank)] = mine
+    label = _label_of(session, label)
     if is_of_all:
         session.push_pull_async(prints, label, average=False, out=prints).wait()
     else:
@@ -90,8 +92,13 @@ def exchange_prints(
     return {rank: two for rank, two in zip(ranks, prints.tolist(), strict=True) if any(two)}
 
 
+def _label_of(session: Session, label: str) -> str:
+    """Return the name of a comparison; where workers have joined, another for each number."""
+    return f"{label}, {_place_of(session)[1]} workers" if session.joins else label
+
+
 def _place_of(session: Session) -> tuple[int, int]:
-    """Return rank and size, in an elastic job those of its first view."""
+    """Return rank and size, in an elastic job those of the last view that workers have joined."""
     found: tuple[int, int] = getattr(session, "first_place", (session.rank, session.size))
     return found
 
