@@ -137,6 +137,7 @@ class Job:
         self._is_spread = is_spread
         self._goes_on = goes_on
         self._on_end = on_end
+        self._replace: Callable[[Child], Child | None] = lambda _: None
         self._on_cause = on_cause
         self._live: LiveLine | MergedLine | None = None
         self._scheduler: SchedulerProcess | None = None
@@ -168,6 +169,10 @@ class Job:
     def add_cause_listener(self, listener: CauseListener | None) -> None:
         """Learn the first cause from a scheduler on another machine."""
         self._cause_listener = listener
+
+    def replace_by(self, replace: Callable[[Child], Child | None]) -> None:
+        """Set the function that starts a worker instead of a lost one, if it may."""
+        self._replace = replace
 
     def show_live(self, line: LiveLine | MergedLine) -> None:
         """Show a line about the pace of the job until its work ends; then close it."""
@@ -418,6 +423,8 @@ class Job:
             rest = f"{len(left)} of {len(workers)} {workers[0].role}s continue without it"
         for part in failed:
             self._screen.report(f"{part.describe()} {part.describe_end()}; {rest}")
+            if left and isinstance(part, Child) and (child := self._replace(part)) is not None:
+                self.add(child)
         others_go_on = (
             self._is_spread and self._scheduler is not None and self._scheduler.state.has_begun
         )

@@ -21,6 +21,7 @@ class Layout:
     machine: int = 0
     validators: tuple[int, ...] = (0,)
     names: tuple[str, ...] = ()  # of the machines, if known
+    is_joining: bool = False  # a job that runs, which is machine 0 here
 
     @property
     def is_spread(self) -> bool:
@@ -60,7 +61,8 @@ class Layout:
     @property
     def needs_scheduler(self) -> bool:
         """Return whether the job has a scheduler; a single worker needs none."""
-        return self.size > 1 or self.num_servers > 0 or self.num_validators > 0
+        has_others = self.num_servers > 0 or self.num_validators > 0 or self.is_joining
+        return self.size > 1 or has_others
 
     @property
     def has_scheduler(self) -> bool:

@@ -12,6 +12,7 @@ import dataclasses
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from fastps.config.versions import ShowVersion
 from fastps.config.words import add_words, count, number, word
@@ -130,6 +131,16 @@ def _file(text: str) -> pathlib.Path:
     return path
 
 
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not HOST:PORT; give the address of the job's scheduler, such as "
+            "10.0.0.1:7654"
+        )
+    return host.strip("[]"), int(port)
+
+
 def _setting(text: str) -> tuple[str, str]:
     name, is_set, value = text.partition("=")
     if not is_set or not name or "\0" in text:
@@ -159,6 +170,12 @@ class Options:
     elastic_min: int | None = word(HOW_MANY, "--min", None, count(1, 65536), "N",
         "go on with the others when workers or servers are lost, as long as N workers are left "
         "(FASTPS_ELASTIC_MIN; default: a loss ends the job)")
+    elastic_max: int | None = word(HOW_MANY, "--max", None, count(1, 65536), "N",
+        "with --min: let workers join the running job, up to N (FASTPS_ELASTIC_MAX; default: "
+        "nobody joins)")
+    respawn: int = word(HOW_MANY, "--respawn", 0, count(0, 1000000), "N",
+        "with --min: start a worker instead of each lost one, up to N times; it joins at the next "
+        "commit() of elastic.run (one machine)")
     view_log: str | None = word(HOW_MANY, "--view-log", None, str, "FILE",
         "with --min: write a line for each loss, which says who contributed to what "
         "(FASTPS_VIEW_LOG)")
@@ -171,6 +188,9 @@ class Options:
     scheduler_port: int = word(MACHINES, "--scheduler-port --master-port --master_port", 0,
         count(1, 65535), "PORT",
         "a free port of machine 0, the same on all machines (chosen automatically with -H)")
+    join: tuple[str, int] | None = word(MACHINES, "--join", None, _address, "HOST:PORT",
+        "start workers that join a running job of --max: the address of its scheduler; they need "
+        "its --token-file, and its --job-id if it has one")
     hosts: tuple[Host, ...] = ()
     is_placed: bool = True  # the user has named the machines
     is_counted: bool = True  # the user has given a number of workers
@@ -224,6 +244,12 @@ class Options:
         action="append")
     # fmt: on
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether processes of other machines are, or may come to be, in the job."""
+        is_named = bool(self.elastic_max and self.scheduler_host and self.scheduler_port)
+        return self.layout.is_spread or is_named
+
 
 def parse(arguments: Sequence[str]) -> Options:
     """Parse the arguments of `fastps-run`; SystemExit(2) with the reason if they are wrong."""
@@ -260,6 +286,8 @@ def parse(arguments: Sequence[str]) -> Options:
             workers = workers if total is None else split_evenly(total, machines or 1)
             counts = (workers or (1,), servers or (0,), validators or (0,))
             layout = make_layout(*counts, machines=machines, machine=machine)
+        if found.get("join"):
+            layout = _joining(layout, found, is_placed=bool(hosts) or machine is not None)
     except ValueError as error:
         parser.error(str(error))
     is_placed = bool(hosts) or machine is not None or machines is not None or layout.is_spread
@@ -267,6 +295,8 @@ def parse(arguments: Sequence[str]) -> Options:
     options = Options(command=tuple(command), layout=layout, **found)
     if hosts:
         return options
+    if layout.is_spread and options.respawn:
+        parser.error("--respawn works on one machine; here let others join with --max")
     if layout.is_spread and options.restarts:
         parser.error(
             "--restarts works on one machine or with -H; here restart fastps-run on all machines"
@@ -278,6 +308,17 @@ def parse(arguments: Sequence[str]) -> Options:
             "example: --scheduler-host 10.0.0.1 --scheduler-port 7654"
         )
     return options
+
+
+def _joining(layout: Layout, found: dict[str, Any], *, is_placed: bool) -> Layout:
+    """Lay out workers of this machine that join a job elsewhere. Raises ValueError."""
+    if is_placed or layout.is_spread or layout.num_servers or layout.num_validators:
+        raise ValueError(
+            "--join starts workers of this machine alone; give -np N, and neither servers nor "
+            "other machines"
+        )
+    found["scheduler_host"], found["scheduler_port"] = found["join"]
+    return Layout((0, layout.size), (0, 0), 1, (0, 0), is_joining=True)
 
 
 def _hosts(listed: str | None, hostfile: pathlib.Path | None) -> tuple[Host, ...]:

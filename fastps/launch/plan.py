@@ -52,6 +52,7 @@ class ProcessSpec:
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     has_stdin: bool = False  # the launcher's standard input; else /dev/null
+    start: int = 1  # how often one of this name was started, this time included
 
     @property
     def name(self) -> str:
@@ -146,18 +147,18 @@ def choose_secret(
 
     On several machines the launcher cannot make a new one: None when the user gave none.
     """
-    given = {**environment, **dict(options.environment)} if options.layout.is_spread else {}
+    given = {**environment, **dict(options.environment)} if options.is_open else {}
     if options.token_file is not None:
         return "FASTPS_TOKEN_FILE", str(options.token_file)
     for name in ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE"):
         if given.get(name):
             return name, given[name]
-    return None if options.layout.is_spread else ("FASTPS_TOKEN", new_token)
+    return None if options.is_open else ("FASTPS_TOKEN", new_token)
 
 
 def choose_job_id(options: Options, environment: Mapping[str, str], *, new_id: str) -> str:
     """Return the job's name: the user's, else a new one, or on several machines the port's."""
-    if options.job_id or not options.layout.is_spread:
+    if options.job_id or not options.is_open:
         return options.job_id or new_id
     return environment.get("FASTPS_JOB_ID") or f"job-{options.scheduler_port}"
 
@@ -196,7 +197,12 @@ def _on_loss(options: Options) -> dict[str, str]:
     given = {
         "FASTPS_ON_LOSS": options.on_loss, "FASTPS_ELASTIC_MIN": options.elastic_min,
         "FASTPS_VIEW_LOG": options.view_log, "FASTPS_REPLAY": options.replay,
+        "FASTPS_ELASTIC_MAX": options.elastic_max,
     }  # fmt: skip
+    if options.elastic_max is None and options.respawn:
+        given["FASTPS_ELASTIC_MAX"] = options.layout.size
+    if options.join is not None:
+        given |= {"FASTPS_ELASTIC_JOIN": 1, "FASTPS_ELASTIC_MIN": options.elastic_min or 1}
     return {name: str(value) for name, value in given.items() if value is not None}
 
 

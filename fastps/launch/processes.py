@@ -79,10 +79,16 @@ class Child(Subprocess):
         self.role = spec.role
         self.name = spec.name
         self.rank = spec.rank
+        self.joins = "FASTPS_ELASTIC_JOIN" in spec.environment  # a job that runs
         self.exit_code: int | None = None
         self._stdout, self.stderr = (
             open_stream(
-                screen, spec.role, rank=spec.rank, output_dir=output_dir, is_error=is_error
+                screen,
+                spec.role,
+                rank=spec.rank,
+                output_dir=output_dir,
+                is_error=is_error,
+                start=spec.start,
             )
             for is_error in (False, True)
         )
@@ -358,12 +364,17 @@ def _die_with(parent: int) -> None:
 
 
 def open_stream(
-    screen: Screen, role: str, *, rank: int, output_dir: Folder | None, is_error: bool
-) -> Stream:
-    """Return the stream of one pipe's lines to the screen and, with output_dir, to a file."""
+    screen: Screen, role: str, *, rank: int, output_dir: Folder | None, is_error: bool,
+    start: int = 1,
+) -> Stream:  # fmt: skip
+    """Return the stream of one pipe's lines to the screen and, with output_dir, to a file.
+
+    start: of ProcessSpec; each has a file of its own.
+    """
     log: BinaryIO | None = None
     if output_dir is not None:
         kind = "stderr" if is_error else "stdout"
-        name = f"{name_of(role, rank).replace(' ', '-')}.{kind}"
+        which = name_of(role, rank).replace(" ", "-")
+        name = f"{which}.{kind}" if start == 1 else f"{which}.start-{start}.{kind}"
         log = os.fdopen(output_dir.make(name), "wb")
     return Stream(screen, role, rank=rank, is_error=is_error, log=log)

@@ -60,6 +60,7 @@ from fastps.launch.processes import (
     open_stream,
 )
 from fastps.launch.progress_line import ForwardedLine, LiveLine
+from fastps.launch.respawn import Respawn
 from fastps.launch.scheduler import SchedulerProcess
 from fastps.launch.scheduler_process import LaunchedScheduler
 from fastps.launch.secrets import Handout
@@ -195,7 +196,7 @@ def run_plan(
         inbox,
         grace_s=options.grace_s,
         timeout_s=options.timeout_s,
-        is_spread=options.layout.is_spread,
+        is_spread=options.is_open,
         goes_on=goes_on(options, inherited),
         on_end=messenger.report_end,
         on_cause=on_cause,
@@ -204,8 +205,13 @@ def run_plan(
         folder = open_folder(options.output_dir) if options.output_dir else None
         if options.timeline is not None:
             timeline.clear(options.timeline)
+
+        def start(spec: ProcessSpec) -> Child:
+            return Child(spec, inherited=inherited, screen=screen, output_dir=folder)
+
+        job.replace_by(Respawn(options.respawn, plan, start, screen).replace)
         for spec in plan:
-            child = Child(spec, inherited=inherited, screen=screen, output_dir=folder)
+            child = start(spec)
             job.add(child)
             if options.log_level in ("DEBUG", "INFO"):
                 screen.report(f"{spec.name} is pid {child.pid}")
@@ -261,7 +267,7 @@ def _start_scheduler(options: Options, setup: SchedulerSetup, stderr: Stream) ->
 def _identity(options: Options, environment: Mapping[str, str]) -> Identity:
     """Choose name and token; on one machine the scheduler's port is chosen later."""
     address = None
-    if options.layout.is_spread:
+    if options.is_open:
         address = (options.scheduler_host, options.scheduler_port)
     elif options.layout.needs_scheduler:
         address = (_LOOPBACK, 0)
@@ -320,9 +326,9 @@ def prepare(
     if not options.layout.has_scheduler:
         return identity, None
     host, port = identity.scheduler
-    host = settings.host if settings.host and options.layout.is_spread else host
+    host = settings.host if settings.host and options.is_open else host
     listeners = _listen(host, port, timeout_s=settings.start_timeout_s, report=report)
-    if options.layout.is_spread:
+    if options.is_open:
         _check_reach(host, [str(sock.getsockname()[0]) for sock in listeners])
     port = listeners[0].getsockname()[1]
     identity = dataclasses.replace(identity, scheduler=(identity.scheduler[0], port))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers start workers that join running jobs: instead of lost ones, and on other machines."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import ROOT, clean_environ
+
+PROGRAM = """
+import os, signal, sys, time
+import numpy as np
+import fastps
+from fastps import elastic
+
+fastps.init()
+me = 1 << int(os.environ["FASTPS_RANK"])
+is_first = "FASTPS_ELASTIC_JOIN" not in os.environ
+state = elastic.State(step=0, bits=0)
+
+@elastic.run
+def train(state):
+    while state.step < STEPS and (state.step < 20 or state.bits != UNTIL):
+        if is_first and me == VICTIM and state.step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.bits = int(fastps.push_pull(np.full(9, me, np.int32), "x", average=False)[0])
+        state.step += 1
+        time.sleep(0.02)
+        state.commit()
+
+train(state)
+print("LAST", state.bits, fastps.size(), flush=True)
+"""
+
+
+def write_program(folder: Path, *, victim: int = 0, until: int = 7, steps: int = 2000) -> str:
+    path = folder / "train.py"
+    text = PROGRAM.replace("VICTIM", str(victim)).replace("UNTIL", str(until))
+    path.write_text(text.replace("STEPS", str(steps)))
+    return str(path)
+
+
+def launch(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fastps.launch.run", *words],
+        env=clean_environ() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def test_a_launcher_starts_a_worker_instead_of_a_lost_one(tmp_path):
+    program, logs = write_program(tmp_path, victim=2), tmp_path / "logs"
+    job = launch(
+        "-np", "3", "--min", "1", "--respawn", "2", "--output-dir", str(logs), sys.executable,
+        program,
+    )  # fmt: skip
+    shown, _ = job.communicate(timeout=90)
+    assert job.returncode == 0, shown
+    assert "is started instead" in shown
+    assert shown.count("LAST 7 3") == 3, shown
+    assert (logs / "worker-1.start-2.stdout").read_text() == "LAST 7 3\n"
+
+
+def test_a_program_without_a_boundary_says_where_to_communicate(tmp_path):
+    path = tmp_path / "train.py"
+    text = """
+import os, signal
+import numpy as np
+import fastps
+fastps.init()
+for step in range(3000):
+    if step == 9 and os.environ["FASTPS_RANK"] == "1" and "FASTPS_ELASTIC_JOIN" not in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fastps.push_pull(np.ones(9, np.float32), "x")
+"""
+    path.write_text(text)
+    job = launch("-np", "3", "--min", "1", "--respawn", "1", sys.executable, str(path))
+    shown, _ = job.communicate(timeout=90)
+    assert job.returncode == 0, shown
+    assert "has yet to enter the function of elastic.run" in shown
+
+
+def test_workers_of_another_machine_join(tmp_path):
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text("9f3a61c07be2d584" * 2)
+    program = write_program(tmp_path, until=4)  # worker 0 of either machine, and worker 1
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    job = launch(
+        "-np", "2", "--min", "1", "--max", "3", "--scheduler-host", "127.0.0.1",
+        "--scheduler-port", port, "--token-file", str(token), sys.executable, program,
+    )  # fmt: skip
+    late = launch(
+        "--join", f"127.0.0.1:{port}", "--token-file", str(token), "--env", "FASTPS_MACHINE=b",
+        sys.executable, program,
+    )  # fmt: skip
+    shown = [one.communicate(timeout=90)[0] for one in (job, late)]
+    assert [one.returncode for one in (job, late)] == [0, 0], shown
+    assert shown[0].count("LAST 4 3") == 2, shown
+    assert shown[1].count("LAST 4 3") == 1, shown
