@@ -736,7 +736,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         self._send(member.peer, ViewLost(self.generation, lost, survives=False))
         self._call_to_view(survivors, ViewLost(self.generation, lost, survives=True), now)
 
-    def _begin_change(self, cause: str) -> None:
+    def _begin_change(self, cause: str, *, has_boundary: bool = False) -> None:
         """End the view, and fail what was asked in it."""
         self.generation += 1
         self.phase, self.is_changing, self._departure = Phase.LOBBY, True, ""
@@ -744,7 +744,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         self._newcomers.announced = 0
         self._send_all(self._collectives.fail_all("view", cause))
         self._send_all(self._declarations.fail_all("view", cause))
-        self._end_view(cause)
+        self._end_view(cause, has_boundary=has_boundary)
 
     def _call_to_view(self, members: list[Peer], event: ViewLost | ViewJoined, now: float) -> None:
         """Let the members of the last view come to the next one."""
@@ -921,10 +921,12 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         if rank is not None and found is not None:
             self._drop(found.peer, REPLAYED, now)
 
-    def _end_view(self, cause: str) -> None:
+    def _end_view(self, cause: str, *, has_boundary: bool = False) -> None:
         """Note what was committed in a view that has ended, and by whom."""
         self._n_views += 1
-        self._out.append(Note(ViewRecord(self._n_views, self._in_view, self._commits.last, cause)))
+        last = self._commits.last
+        record = ViewRecord(self._n_views, self._in_view, last, cause, has_boundary)
+        self._out.append(Note(record))
         self._commits.end_view()
 
     # ---- the end ----

@@ -43,6 +43,7 @@ from fastps.control.protocol import (
 )
 from fastps.control.protocol import Newcomers as Announcement
 from fastps.control.start_watch import NEVER, StartWatch
+from fastps.control.view_log import Replay
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +207,7 @@ class JoiningMixin:
     _out: list[Action]
     _in_view: tuple[int, ...]
     _newcomers: Newcomers
+    _replay: Replay
     _is_due = False  # all workers are at a boundary, and some join or leave there
     _leavers: Sequence[int] = ()  # peers that leave there
 
@@ -224,7 +226,7 @@ class JoiningMixin:
     def _dismiss(self, leaving: list[Peer]) -> None:
         raise NotImplementedError
 
-    def _begin_change(self, cause: str) -> None:
+    def _begin_change(self, cause: str, *, has_boundary: bool = False) -> None:
         raise NotImplementedError
 
     def _call_to_view(self, members: list[Peer], event: ViewLost | ViewJoined, now: float) -> None:
@@ -311,7 +313,10 @@ class JoiningMixin:
         ))  # fmt: skip
         log.info("%s; %d workers go on", cause, len(places) + len(newcomers) - len(gone))
         self._dismiss(self._leaving())
-        self._begin_change(cause)
+        if self._replay:
+            log.error("%s; this did not happen in the job of FASTPS_REPLAY: results differ", cause)
+            self._replay.stop()
+        self._begin_change(cause, has_boundary=True)
         event = ViewJoined(self.generation, cause)
         others = [item for peer, item in self._peers.items() if peer not in leavers]
         self._call_to_view(others, event, now)

@@ -26,12 +26,16 @@ NOT_REPLAYED = (
 
 
 class ViewRecord(msgspec.Struct, frozen=True):
-    """One view: the ranks that its workers began with, what was committed last, and its end."""
+    """One view: the ranks that its workers began with, what was committed last, and its end.
+
+    has_boundary: workers joined or left at its end, and results are counted anew from there.
+    """
 
     view: int
     workers: tuple[int, ...]
     committed: dict[str, int]  # by name; an operation's channel ends with #
     end: str = ""
+    has_boundary: bool = False
 
 
 class Replay:

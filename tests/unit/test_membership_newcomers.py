@@ -227,6 +227,7 @@ class TestAdmission:
         assert [job.me for job in jobs] == [0, 1, 2, 3, 4]
         assert {job.generation for job in jobs} == {2}
         assert driver.records[-1].workers == (0, 1)
+        assert driver.records[-1].has_boundary
 
     def test_ranks_close_up_before_newcomers_get_theirs(self):
         driver = elastic(size=3)
@@ -332,6 +333,7 @@ class TestLeaving:
         assert Done(number) in driver.sent[b]
         assert [job_of(driver, peer).me for peer in (a, c)] == [0, 1]
         assert driver.machine.first_cause is None
+        assert [one.has_boundary for one in driver.records] == [True]
 
     def test_one_joins_as_another_leaves(self):
         driver = elastic(size=2, most=2)

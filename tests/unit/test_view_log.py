@@ -207,3 +207,10 @@ def test_another_number_of_workers_is_refused(tmp_path):
     write_records(str(tmp_path / "views"), [ViewRecord(1, (0, 1, 2), {})])
     with pytest.raises(ConfigError, match="3 workers; start as many"):
         Scheduler(make_config(size=2, elastic_min=1, replay=str(tmp_path / "views")))
+
+
+def test_what_workers_joined_or_left_is_not_made_again(tmp_path):
+    records = [ViewRecord(1, (0, 1), {"w": 3}, "worker 1 left", True), ViewRecord(2, (0,), {})]
+    write_records(str(tmp_path / "views"), records)
+    with pytest.raises(ConfigError, match="joined or left"):
+        Scheduler(make_config(size=2, elastic_min=1, replay=str(tmp_path / "views")))
