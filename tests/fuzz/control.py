@@ -31,6 +31,7 @@ from fastps.control.protocol import (
     KeysReady,
     NewJob,
     PeerLost,
+    Regroup,
     ReportLost,
     ResultsLanded,
     Started,
@@ -58,6 +59,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"size": 2, "num_servers": 1},
     {"size": 3, "num_servers": 0, "elastic_min": 1},
     {"size": 2, "num_servers": 1, "num_validators": 1},
+    {"size": 2, "num_servers": 0, "elastic_min": 1, "elastic_max": 4},
 )
 
 
@@ -97,6 +99,10 @@ def all_requests(driver: Recorded) -> None:
         driver.say(peer, Forget(driver.request(), (("v", 3),), 5.0))
         driver.say(peer, ResultsLanded(1, ("w#1", "3#2#"), (0, 1)))
     first, second = workers[:2]
+    if driver.config.elastic_max:
+        driver.say(driver.enter(is_newcomer=True), AskClock(driver.request()))
+    for peer in workers:
+        driver.say(peer, Regroup(driver.request(), "boundary", 1, 5.0, peer == second))
     driver.say(first, Dropped(4))
     driver.say(first, AskClock(driver.request()))
     driver.say(first, Tell((1,), b"data", True))
