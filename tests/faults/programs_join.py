@@ -11,7 +11,7 @@ import numpy as np
 from run_program import mark
 
 import fastps
-from fastps import elastic
+from fastps import checkpoint, elastic
 
 
 def count(
@@ -21,10 +21,12 @@ def count(
     size: int = 5000,
     leaves: dict[str, int] | None = None,
     least: int = 1,
+    folder: str = "",
 ) -> dict[str, Any]:
     """Add a bit for each worker in each step; return what the state says of each step.
 
-    leaves: steps at which workers leave, by their first ranks.
+    leaves: steps at which workers leave, by their first ranks. folder: of a checkpoint in the
+    background of every fifth step.
     """
     me = 1 << int(os.environ["FASTPS_RANK"])
     views: list[str] = []
@@ -33,6 +35,7 @@ def count(
     mark("READY")
     state = elastic.State(weights=np.zeros(size), parts=[np.zeros(3), np.zeros(2)], step=0, who=[])
     calls = []
+    saves = []
 
     @elastic.run
     def train(state: Any) -> None:
@@ -48,12 +51,17 @@ def count(
             mark("STEP", state.step)
             if (leaves or {}).get(os.environ["FASTPS_RANK"]) == state.step:
                 fastps.leave()
+            if folder and state.step % 5 == 0:
+                saves.append(
+                    checkpoint.save_async({"weights": state.weights}, folder, step=state.step)
+                )
             state.commit()
 
     train(state)
     total = float(state.weights[0])
+    saved = [one.wait().name for one in saves]
     fastps.shutdown()
     return {
         "who": state.who, "total": total, "calls": calls, "views": views, "shown": shown,
-        "parts": state.parts[0].tolist(),
+        "parts": state.parts[0].tolist(), "saved": saved,
     }  # fmt: skip

@@ -15,6 +15,8 @@ from job import Job, Process
 from test_elastic import LAYOUTS
 from test_elastic_state import check_exact, uses_of
 
+from fastps import checkpoint
+
 MOST = {"FASTPS_ELASTIC_MAX": "4"}
 
 
@@ -57,6 +59,23 @@ def test_a_worker_joins_and_has_what_the_others_have(layout):
     assert begun[1:] == [2, 3]
     assert results[0]["calls"][1] == [begun[0], 0, 3]
     assert "joined" in results[0]["views"][0]
+
+
+def test_no_checkpoint_is_cut_by_a_join(tmp_path):
+    environment, servers = LAYOUTS["shared"]
+    with Job(
+        programs_join.count, workers=2, servers=servers, environment={**environment, **MOST},
+        arguments={"steps": 200, "folder": str(tmp_path)},
+    ) as job:  # fmt: skip
+        job.workers[0].wait_line("STEP 5")
+        newcomer(job, 2)
+        results = {rank: worker.result() for rank, worker in enumerate(job.workers)}
+    check(results, steps=200)
+    assert results[0]["who"][-1] == 7
+    assert checkpoint.steps(tmp_path) == list(range(5, 201, 5))
+    assert len(results[0]["saved"]) == len(results[1]["saved"]) == 40
+    assert results[0]["saved"][-len(results[2]["saved"]) :] == results[2]["saved"]
+    assert checkpoint.verify(tmp_path) == []
 
 
 def test_a_lost_worker_is_replaced():

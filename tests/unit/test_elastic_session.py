@@ -10,6 +10,7 @@ import pytest
 
 from fastps.control.protocol import ResultsCommitted, ResultsLanded
 from fastps.session.elastic import ElasticHandle, ElasticSession, Scope
+from fastps.session.view import Hold
 
 
 class Part:
@@ -108,3 +109,15 @@ def test_a_scope_is_reported_as_a_whole(session):
 def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
     session._on_event(ResultsCommitted(("w#2#1",)))
     assert session._counts == {"w#2": 1}
+
+
+def test_what_holds_keeps_others_from_joining(session):
+    session._groups, session._latest = None, {}
+    assert session.is_at_boundary
+    hold = Hold()
+    assert not session.is_at_boundary
+    hold.end()
+    assert session.is_at_boundary
+    _, part = started(session, "a")
+    part.has_landed = True
+    assert not session.is_at_boundary  # until it is committed
