@@ -490,12 +490,12 @@ class ElasticSession(RegroupMixin, Session):
                 before.wait()
             if (latest := self._latest.get(name)) is not None:
                 latest.hand_out()
-        with self.changed:
-            handle.entries = [
-                entry_of(name, self._counts.get(name, 0) + 1) for name in handle.names
-            ]
 
         def start() -> None:
+            with self.changed:  # in this view: newcomers begin to count from 1 on
+                handle.entries = [
+                    entry_of(name, self._counts.get(name, 0) + 1) for name in handle.names
+                ]
             handle.start(self.view)
             with self.changed:
                 if handle.scope is not None:

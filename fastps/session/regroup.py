@@ -117,13 +117,18 @@ class RegroupMixin:
                 "would end", self.config.elastic_min,
             )  # fmt: skip
         try:
-            while self._generation < found:
-                self._await_view(self.view, self.config.start_timeout_s)
+            while (view := self._view_before(found)) is not None:
+                self._await_view(view, self.config.start_timeout_s)
         except ShutdownError:
             if self._is_gone:
                 raise SystemExit(0) from None
             raise
         return found > 0
+
+    def _view_before(self, generation: int) -> int | None:
+        """Return the number of the present view; None if the one of a generation has begun."""
+        with self.changed:
+            return self.view if self._generation < generation else None
 
     def layouts(self) -> list[TensorSpec]:
         """Return what was declared, for newcomers; nothing where there are none."""
