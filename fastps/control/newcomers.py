@@ -4,12 +4,17 @@
 A newcomer says hello, and builds what it trains with while the others train. Then it awaits the
 start: from now on it is ready. The Membership admits those that are ready when all workers are at
 a boundary, up to FASTPS_ELASTIC_MAX; the others stay ready, as spares. A newcomer that ends before
-changes nothing. Workers leave at a boundary too: the next view begins when they have. Pure: a part
-of the Membership, which passes it events with the time.
+changes nothing. Workers leave at a boundary too: the next view begins when they have.
+
+A newcomer with a rank has proven that by the token of that rank, which is for one process at a
+time: it stays a spare while a member has the rank. One without a rank has proven that it is of the
+job, and gets a rank that no member has. Pure: a part of the Membership, which passes it events
+with the time.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -156,20 +161,28 @@ class Newcomers:
         ends = [item.lease_until + item.late_s for item in self._peers.values()]
         return min([*ends, self._watch.due])
 
-    def admit(self, count: int, taken: Iterable[int | None]) -> list[Peer]:
-        """Take out the first of those that are ready, in the order in which they join.
+    def admissible(self, room: int, taken: Iterable[int | None]) -> list[Peer]:
+        """List those that would join now, up to room of them, in the order in which they join.
 
-        taken: places of members. A newcomer with the place of one gets another.
+        taken: places of members.
         """
-        places = {one for one in taken if one is not None}
-        admitted = self.ready[:count]
+        places, found = set(taken), list[Peer]()
+        for item in self.ready:
+            if len(found) < room and (item.place is None or item.place not in places):
+                places.add(item.place)
+                found.append(item)
+        return found
+
+    def admit(self, admitted: Sequence[Peer], taken: Iterable[int | None]) -> None:
+        """Take out newcomers that join, each with a place of its own; taken: as above."""
+        places = {*taken, *(item.place for item in admitted)}
         for item in admitted:
             del self._peers[item.peer]
-            if item.place is None or item.place in places:
-                item.place = max([*places, self._config.size - 1]) + 1
-            places.add(item.place)
+            if item.place is None:
+                free = (one for one in itertools.count(self._config.size) if one not in places)
+                item.place = next(free)
+                places.add(item.place)
         self._end_watch()
-        return admitted
 
     def end(self, kind: str, text: str) -> Answers:
         """Let all go, since the job is over."""
@@ -208,8 +221,9 @@ class JoiningMixin:
     _in_view: tuple[int, ...]
     _newcomers: Newcomers
     _replay: Replay
-    _is_due = False  # all workers are at a boundary, and some join or leave there
-    _leavers: Sequence[int] = ()  # peers that leave there
+    # newcomers that join, and peers that leave, where all workers are at a boundary
+    _joining: Sequence[Peer] = ()
+    _leavers: Sequence[int] = ()
 
     def _send(self, peer: int, message: ToMember) -> None:
         raise NotImplementedError
@@ -246,6 +260,11 @@ class JoiningMixin:
     def _greet(self, item: Peer) -> None:
         """Let a newcomer wait, and tell it the rank and size that it would have now."""
         self._newcomers.add(item)
+        if item.place is not None and item.place in self._places():
+            log.warning(
+                "%s waits to join as worker %d until the process that has the token of this rank "
+                "has left", item.full_name, item.place,
+            )  # fmt: skip
         rank = (len(self._programs()) or self._view.size) + len(self._newcomers.all) - 1
         self._send(item.peer, Joined(item.join.request, item.peer, rank=rank, size=rank + 1))
 
@@ -274,14 +293,19 @@ class JoiningMixin:
         for peer in peers:
             self._out += [Send(peer, self.first_cause or JobOver(text)), Close(peer)]
 
-    def _n_admissible(self, n_leavers: int = 0) -> int:
-        """Return how many newcomers would join at a boundary now."""
-        room = self._config.elastic_max - len(self._programs()) + n_leavers
-        return max(min(len(self._newcomers.ready), room), 0)
+    def _places(self) -> list[int | None]:
+        """List the ranks that the workers of the job began with, or have proven."""
+        return [item.place for item in self._programs()]
+
+    def _admissible(self, n_leavers: int = 0) -> list[Peer]:
+        """List the newcomers that would join at a boundary now."""
+        places = self._places()
+        room = self._config.elastic_max - len(places) + n_leavers
+        return self._newcomers.admissible(room, places)
 
     def _announce_newcomers(self) -> None:
         """Tell the workers of a view how many newcomers would join it, where that has changed."""
-        count = self._n_admissible() if self._newcomers else 0
+        count = len(self._admissible()) if self._newcomers else 0
         if self.phase is Phase.RUNNING and count != self._newcomers.announced:
             self._newcomers.announced = count
             told = Announcement(count)
@@ -291,20 +315,21 @@ class JoiningMixin:
         """Answer the workers, all of which are at a boundary; _admit_where_due() follows."""
         leavers = [it.peer for it in asked.values() if getattr(it.asked, "leaves", False)]
         left = len(asked) - len(leavers)
-        if left and left + self._n_admissible(len(leavers)) < self._config.elastic_min:
-            leavers = []  # too few would go on
-        self._leavers = leavers
-        self._is_due = bool(leavers) or self._n_admissible() > 0
-        generation = (self.generation + 1) * self._is_due
+        joining = self._admissible(len(leavers))
+        if 0 < left < self._config.elastic_min - len(joining):
+            leavers, joining = [], self._admissible()  # too few would go on
+        self._leavers, self._joining = leavers, joining
+        generation = (self.generation + 1) * bool(leavers or joining)
         return [(it.peer, Regrouped(it.asked.request, generation)) for it in asked.values()]
 
     def _admit_where_due(self, now: float) -> None:
         """Begin the next view, with newcomers, who come last, and without those that leave."""
-        if not self._is_due:
+        newcomers, leavers = self._joining, self._leavers
+        if not (newcomers or leavers):
             return
-        self._is_due, leavers, self._leavers = False, self._leavers, ()
-        places = [item.place for item in self._programs()]
-        newcomers = self._newcomers.admit(self._n_admissible(len(leavers)), places)
+        self._joining, self._leavers = (), ()
+        places = self._places()
+        self._newcomers.admit(newcomers, places)
         gone = [self._peers[peer] for peer in leavers]
         changes = ((newcomers, "joined"), (gone, "left"))
         cause = text_of("; ".join(

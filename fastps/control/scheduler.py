@@ -277,9 +277,9 @@ class Scheduler:
             if join is not None and not self._is_its_own(join, token, writer):
                 writer.close()
                 return
-            if token.is_own and self._n_connections[token.who] >= self._most_connections:
+            if token.is_own and self._n_connections[token.who] >= MAX_CONNECTIONS:
                 host, *_ = writer.get_extra_info("peername") or ("unknown",)
-                text = f"{token.who} has {self._most_connections} connections already"
+                text = f"{token.who} has {MAX_CONNECTIONS} connections already"
                 self._gate.refuse("too many connections", host, text)
                 writer.close()
                 return
@@ -293,11 +293,6 @@ class Scheduler:
         if token.is_own:
             self._n_connections[token.who] += 1
             task.add_done_callback(lambda _: self._n_connections.subtract([token.who]))
-
-    @property
-    def _most_connections(self) -> int:
-        """How many connections one token may have; newcomers of several machines have the same."""
-        return MAX_CONNECTIONS * max(self._config.elastic_max, 1)
 
     def _claim(self, purpose: Purpose, sender: int, lane: int) -> Claim:
         """Return what a new connection must prove; a pulse belongs to a control connection."""
@@ -361,6 +356,8 @@ class Scheduler:
         peer, self._next_peer = self._next_peer, self._next_peer + 1
         self._controls[peer] = writer
         self._tokens[peer] = token
+        if join.is_newcomer and not token.is_own:  # the job's token proves no rank
+            join = replace(join, rank=None)
         cause = "its control connection closed: it crashed, was killed or ended without shutdown()"
         try:
             self._do(self.membership.receive(peer, join, self._loop.time()))

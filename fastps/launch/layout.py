@@ -21,7 +21,7 @@ class Layout:
     machine: int = 0
     validators: tuple[int, ...] = (0,)
     names: tuple[str, ...] = ()  # of the machines, if known
-    is_joining: bool = False  # a job that runs, which is machine 0 here
+    first: int = 0  # rank of the first worker that joins a job that runs, machine 0 here; 0: none
 
     @property
     def is_spread(self) -> bool:
@@ -46,7 +46,8 @@ class Layout:
     @property
     def worker_ranks(self) -> range:
         """Return the ranks of this machine's workers."""
-        return _share(self.workers, self.machine)
+        ranks = _share(self.workers, self.machine)
+        return range(ranks.start + self.first, ranks.stop + self.first)
 
     @property
     def server_ranks(self) -> range:
@@ -61,7 +62,7 @@ class Layout:
     @property
     def needs_scheduler(self) -> bool:
         """Return whether the job has a scheduler; a single worker needs none."""
-        has_others = self.num_servers > 0 or self.num_validators > 0 or self.is_joining
+        has_others = self.num_servers > 0 or self.num_validators > 0 or self.first > 0
         return self.size > 1 or has_others
 
     @property

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from fastps.config import MAX_PROCESSES
 from fastps.config.versions import ShowVersion
 from fastps.config.words import add_words, count, number, word
 from fastps.launch.foreign_flags import (
@@ -37,6 +39,8 @@ from fastps.launch.hosts import (
     split_evenly,
 )
 from fastps.launch.layout import Layout, make_layout
+
+FIRST_OF_OTHERS = 1 << 15  # rank from which workers are that join jobs of other launchers
 
 HOW_MANY, MACHINES = "how many", "several machines"  # titles in the help
 _NOT_OPTIONS = ("command", "workers", "servers", "validators", "machines", "machine_rank",
@@ -293,10 +297,10 @@ def parse(arguments: Sequence[str]) -> Options:
     is_placed = bool(hosts) or machine is not None or machines is not None or layout.is_spread
     found |= {"hosts": hosts, "is_placed": is_placed, "is_counted": workers is not None}
     options = Options(command=tuple(command), layout=layout, **found)
-    if hosts:
-        return options
     if layout.is_spread and options.respawn:
         parser.error("--respawn works on one machine; here let others join with --max")
+    if hosts:
+        return options
     if layout.is_spread and options.restarts:
         parser.error(
             "--restarts works on one machine or with -H; here restart fastps-run on all machines"
@@ -318,7 +322,9 @@ def _joining(layout: Layout, found: dict[str, Any], *, is_placed: bool) -> Layou
             "other machines"
         )
     found["scheduler_host"], found["scheduler_port"] = found["join"]
-    return Layout((0, layout.size), (0, 0), 1, (0, 0), is_joining=True)
+    # a rank has a token, which lets one process in at a time: take ranks that no other worker has
+    first = FIRST_OF_OTHERS + secrets.randbelow(MAX_PROCESSES - FIRST_OF_OTHERS - layout.size)
+    return Layout((0, layout.size), (0, 0), 1, (0, 0), first=first)
 
 
 def _hosts(listed: str | None, hostfile: pathlib.Path | None) -> tuple[Host, ...]:

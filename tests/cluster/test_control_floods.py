@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from control_cluster import TOKEN, WAIT_S, Member, SchedulerThread, started_job
+from msgspec.structs import replace
 
 from fastps.control import scheduler as scheduler_module
 from fastps.control.dial import dial
@@ -17,7 +18,9 @@ from fastps.control.protocol import (
     LENGTH,
     Attend,
     AwaitStart,
+    Failed,
     Join,
+    Joined,
     PeerLost,
     Told,
     ToMember,
@@ -74,13 +77,32 @@ def test_connections_of_one_process_are_bounded():
             sock.close()
 
 
-def test_newcomers_of_several_machines_have_the_same_token():
-    with SchedulerThread(elastic_min=1, elastic_max=2) as scheduler:
-        open_ones = [connect(scheduler, "worker", 0) for _ in range(MAX_CONNECTIONS + 1)]
-        for sock in open_ones:
-            sock.sendall(pack(Attend("worker", 0)))
-        assert not is_closed(open_ones[-1])
-        for sock in open_ones:
+def say_hello(sock: socket.socket, rank: int) -> ToMember:
+    """Ask to join a running job; return the answer."""
+    hello = Join(1, "worker", rank, None, None, 0, 0, "", 0, 1, "node", "h", "m", "")
+    sock.settimeout(WAIT_S)
+    sock.sendall(pack(replace(hello, is_newcomer=True)))
+    return read_message(sock)
+
+
+def test_a_newcomer_has_the_rank_that_its_token_proves_and_no_other():
+    with SchedulerThread(elastic_min=1, elastic_max=4) as scheduler:
+        sockets = [connect(scheduler, "worker", 7) for _ in range(3)]
+        refused = say_hello(sockets[0], 6)
+        assert isinstance(refused, Failed)
+        assert "does not prove" in refused.message
+        for sock in sockets[1:]:
+            assert isinstance(say_hello(sock, 7), Joined)
+        sockets.append(
+            dial(
+                scheduler.config(), Token(TOKEN.encode()).key(CONTROL, "job"),
+                purpose=Purpose.CONTROL, sender=7, lane=0, deadline=time.monotonic() + WAIT_S,
+            )
+        )  # fmt: skip
+        assert isinstance(say_hello(sockets[-1], 7), Joined)  # it holds the job's token
+        waiting = scheduler.scheduler.membership._newcomers.all
+        assert [one.place for one in waiting] == [7, 7, None]
+        for sock in sockets:
             sock.close()
 
 

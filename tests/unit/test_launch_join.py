@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastps.launch.options import Options, parse
+from fastps.launch.options import FIRST_OF_OTHERS, Options, parse
 from fastps.launch.plan import Identity, choose_job_id, choose_secret, goes_on, make_plan
 
 PYTHON = ("python", "train.py")
@@ -25,8 +25,21 @@ def test_workers_that_join_know_the_schedulers_address_and_nothing_of_the_size()
     assert goes_on(options, {})
     found = environments(options)
     assert [one["FASTPS_ELASTIC_JOIN"] for one in found] == ["1", "1"]
+    assert [one["FASTPS_SIZE"] for one in found] == ["2", "2"]
+    assert [one["FASTPS_LOCAL_RANK"] for one in found] == ["0", "1"]
+    first, second = (int(one["FASTPS_RANK"]) for one in found)
+    assert FIRST_OF_OTHERS <= first < second == first + 1
     assert choose_job_id(options, {}, new_id="new") == "job-7654"
     assert choose_secret(options, {}, new_token="new") is None
+
+
+def test_workers_of_two_machines_that_join_have_other_ranks():
+    ranks = {
+        one["FASTPS_RANK"]
+        for _ in range(8)
+        for one in environments(parse(["--join", "a:1", "-np", "2", *PYTHON]))
+    }
+    assert len(ranks) > 10
 
 
 def test_one_worker_may_join():
@@ -52,6 +65,7 @@ def test_a_job_that_replaces_workers_takes_as_many_as_it_had():
         (["--join", "a:1", "-s", "1"], "neither servers"),
         (["--join", "a:1", "-np", "2,2", "--machine-rank", "0"], "this machine alone"),
         (["--join", "a:1", "--respawn", "1"], "works on one machine"),
+        (["-H", "a,b", "--min", "1", "--respawn", "1"], "works on one machine"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, text, capsys):

@@ -297,16 +297,51 @@ class TestAdmission:
         driver.say(a, Regroup(77, "boundary", 1, 60.0))
         assert failed(driver, a)[-1] == (77, "view")
 
-    def test_a_place_is_nobody_elses(self):
-        driver = elastic()
+    def test_the_token_of_a_rank_lets_one_process_in_at_a_time(self, caplog):
+        driver = elastic(most=8)
         (a, b), _ = driver.start()
+        again, same = hello(driver, rank=1), hello(driver, rank=1)
+        assert "waits to join as worker 1 until" in caplog.text
+        come(driver, again, same)
+        regroup(driver, a, b)
+        assert told(driver, a) == []
+        assert generations(driver, a) == [0]
         driver.die(b)
         come(driver, a)
-        again, same = hello(driver, rank=1), hello(driver, rank=1)
-        come(driver, again, same)
+        assert told(driver, a) == [1]
         regroup(driver, a)
         come(driver, a)
-        assert {place for _, _, place in driver.machine.members()} == {0, 1, 2}
+        assert [job_of(driver, peer).n_workers for peer in (a, again)] == [2, 2]
+        assert not driver.events(same, Started)
+        driver.die(again)
+        come(driver, a)
+        regroup(driver, a)
+        come(driver, a)
+        assert job_of(driver, same).me == 1
+
+    def test_who_leaves_keeps_its_rank_until_it_has_left(self):
+        driver = elastic()
+        (a, b), _ = driver.start()
+        again = hello(driver, rank=1)
+        come(driver, again)
+        regroup(driver, a, b, leavers=[b])
+        driver.leave(b)
+        come(driver, a)
+        assert not driver.events(again, Started)
+        regroup(driver, a)
+        come(driver, a)
+        assert job_of(driver, again).me == 1
+
+    def test_who_has_proven_no_rank_gets_a_free_one(self):
+        driver = elastic(most=8)
+        (a, b), _ = driver.start()
+        first, other, second = hello(driver), hello(driver, rank=2), hello(driver)
+        come(driver, first, other, second)
+        regroup(driver, a, b)
+        come(driver, a, b)
+        places = {peer: place for peer, _, place in driver.machine.members()}
+        assert places == {a: 0, b: 1, first: 3, other: 2, second: 4}
+        assert [job_of(driver, peer).me for peer in (first, other, second)] == [2, 3, 4]
 
     def test_nobody_joins_where_nobody_is_ready(self):
         driver = elastic()
@@ -361,6 +396,14 @@ class TestLeaving:
         driver.advance(100.0)
         assert driver.finish is not None
         assert driver.finish.code == 0
+
+    def test_who_stays_for_the_minimum_still_lets_others_join(self):
+        driver = elastic(size=3, least=3, most=4)
+        (a, b, c), _ = driver.start()
+        (newcomer,) = ready(driver)
+        regroup(driver, a, b, c, leavers=[b, c])
+        come(driver, a, b, c)
+        assert [job_of(driver, peer).me for peer in (a, b, c, newcomer)] == [0, 1, 2, 3]
 
     def test_one_that_dies_before_it_has_left_is_a_loss(self):
         driver = elastic(size=3)
