@@ -455,7 +455,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         )
         self._goes_on = workers[0].join.goes_on
         self._collectives = Collectives(
-            self._view.n_programs, self._declarations, regroup=self._regroup,
+            self._view.n_programs, self._declarations,
+            regroup=self._regroup if self._config.is_elastic else None,
             goes_on=self._goes_on, watch_s=self._config.stall_watch_s,
             peers={item.number or 0: (item.peer, item.full_name) for item in workers},
         )  # fmt: skip

@@ -315,7 +315,7 @@ class JoiningMixin:
         """Answer the workers, all of which are at a boundary; _admit_where_due() follows."""
         leavers = [it.peer for it in asked.values() if getattr(it.asked, "leaves", False)]
         left = len(asked) - len(leavers)
-        joining = self._admissible(len(leavers))
+        joining = self._admissible(len(leavers)) if left else []  # nobody has values for them
         if 0 < left < self._config.elastic_min - len(joining):
             leavers, joining = [], self._admissible()  # too few would go on
         self._leavers, self._joining = leavers, joining

@@ -397,6 +397,16 @@ class TestLeaving:
         assert driver.finish is not None
         assert driver.finish.code == 0
 
+    def test_nobody_joins_where_all_leave(self):
+        driver = elastic()
+        (a, b), _ = driver.start()
+        (newcomer,) = ready(driver)
+        regroup(driver, a, b, leavers=[a, b])
+        for peer in (a, b):
+            driver.leave(peer)
+        assert not driver.events(newcomer, Started)
+        assert [kind for _, kind in failed(driver, newcomer)] == ["shutdown"]
+
     def test_who_stays_for_the_minimum_still_lets_others_join(self):
         driver = elastic(size=3, least=3, most=4)
         (a, b, c), _ = driver.start()
@@ -404,6 +414,13 @@ class TestLeaving:
         regroup(driver, a, b, c, leavers=[b, c])
         come(driver, a, b, c)
         assert [job_of(driver, peer).me for peer in (a, b, c, newcomer)] == [0, 1, 2, 3]
+
+    def test_a_job_that_is_not_elastic_has_no_boundary(self):
+        driver = Driver(size=2, num_servers=0)
+        (a, b), _ = driver.start()
+        regroup(driver, a, b, leavers=[a])
+        assert driver.machine.phase is Phase.RUNNING
+        assert not driver.events(b, ViewJoined)
 
     def test_one_that_dies_before_it_has_left_is_a_loss(self):
         driver = elastic(size=3)
