@@ -48,7 +48,7 @@ from fastps.control.protocol import (
 )
 from fastps.control.protocol import Newcomers as Announcement
 from fastps.control.start_watch import NEVER, StartWatch
-from fastps.control.view_log import Replay
+from fastps.control.view_log import NOT_REPLAYED, Replay
 
 log = logging.getLogger(__name__)
 
@@ -240,6 +240,12 @@ class JoiningMixin:
     def _dismiss(self, leaving: list[Peer]) -> None:
         raise NotImplementedError
 
+    def _lost(self, member: Peer, cause: str) -> PeerLost:
+        raise NotImplementedError
+
+    def _fail_job(self, cause: PeerLost) -> None:
+        raise NotImplementedError
+
     def _begin_change(self, cause: str, *, has_boundary: bool = False) -> None:
         raise NotImplementedError
 
@@ -322,6 +328,9 @@ class JoiningMixin:
         generation = (self.generation + 1) * bool(leavers or joining)
         return [(it.peer, Regrouped(it.asked.request, generation)) for it in asked.values()]
 
+    def _without(self, leavers: Sequence[int]) -> list[Peer]:
+        return [item for peer, item in self._peers.items() if peer not in leavers]
+
     def _admit_where_due(self, now: float) -> None:
         """Begin the next view, with newcomers, who come last, and without those that leave."""
         newcomers, leavers = self._joining, self._leavers
@@ -331,6 +340,9 @@ class JoiningMixin:
         places = self._places()
         self._newcomers.admit(newcomers, places)
         gone = [self._peers[peer] for peer in leavers]
+        if gone and not self._replay.next_view(places_of(self._without(leavers))):
+            self._fail_job(self._lost(gone[0], f"it leaves the job; {NOT_REPLAYED}"))
+            return
         changes = ((newcomers, "joined"), (gone, "left"))
         cause = text_of("; ".join(
             f"{join_names([item.full_name for item in some])} {what}"
@@ -338,13 +350,9 @@ class JoiningMixin:
         ))  # fmt: skip
         log.info("%s; %d workers go on", cause, len(places) + len(newcomers) - len(gone))
         self._dismiss(self._leaving())
-        if self._replay:
-            log.error("%s; this did not happen in the job of FASTPS_REPLAY: results differ", cause)
-            self._replay.stop()
         self._begin_change(cause, has_boundary=True)
         event = ViewJoined(self.generation, cause)
-        others = [item for peer, item in self._peers.items() if peer not in leavers]
-        self._call_to_view(others, event, now)
+        self._call_to_view(self._without(leavers), event, now)
         self._call_to_view(gone, replace(event, survives=False), now)
         last = max((item.rank or 0 for item in self._programs()), default=-1)
         for rank, item in enumerate(newcomers, last + 1):

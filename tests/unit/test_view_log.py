@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.control.commits import entry_of, parts_of
-from fastps.control.protocol import ResultsCommitted, ResultsLanded, Started, ViewLost
+from fastps.control.protocol import Regroup, ResultsCommitted, ResultsLanded, Started, ViewLost
 from fastps.control.scheduler import Scheduler
 from fastps.control.view_log import Replay, ViewRecord, read_records, write_records
 from fastps.errors import ConfigError
@@ -132,6 +132,18 @@ def test_a_loss_that_the_log_lacks_ends_the_job(place, n_views):
     assert lost.rank == place
     assert "FASTPS_REPLAY does not lose it here" in lost.cause
     assert not training.driver.machine.is_changing
+
+
+def test_a_worker_that_leaves_where_the_log_lacks_it_ends_the_job():
+    training = Training([ViewRecord(1, (0, 1, 2), {"a": 1})])
+    driver = training.driver
+    for peer in training.peers:
+        leaves = peer == training.peers[1]
+        driver.say(peer, Regroup(driver.request(), "boundary", 1, 60.0, leaves))
+    lost = driver.machine.first_cause
+    assert lost is not None
+    assert lost.rank == 1
+    assert "it leaves the job; the log of FASTPS_REPLAY does not lose it here" in lost.cause
 
 
 def test_a_loss_after_the_last_record_is_as_any_other():
