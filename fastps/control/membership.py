@@ -49,11 +49,9 @@ from fastps.control.admission import (
 from fastps.control.blame import (
     Suspicions,
     broke_text,
-    deaf_text,
     join_names,
     patience_s,
     start_text,
-    stopped_text,
 )
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.commits import Commits
@@ -860,16 +858,6 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
             is_meant = item.is_owner if report.is_owner else item.is_working
             if item.number == report.member and is_meant:
                 self._suspect(item, member, report, now)
-
-    def _give_up(self, member: Peer, message: Unheard, now: float) -> None:
-        """Lose a member that has given up the scheduler, or the scheduler if that was stopped."""
-        until, slept_s = self._slept
-        if until <= now - self._config.lease_s or slept_s <= self._config.lease_s / 2:
-            slept_s = 0.0
-        if slept_s and self._is_awaited([member]) and not self._goes_on:
-            self._fail_job(self._scheduler_lost(stopped_text(slept_s, member.full_name)))
-            self._dismiss([item for item in self._leaving() if item is not member])
-        self._drop(member.peer, deaf_text(message.seconds, slept_s), now)
 
     def _is_awaited(self, without: Sequence[Peer]) -> bool:
         """Return whether the job runs, or others than some members await its start."""

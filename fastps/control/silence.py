@@ -25,14 +25,16 @@ from fastps.control.blame import (
     Inquest,
     confirm_s,
     cut_off_text,
+    deaf_text,
     life_text,
     machine_text,
     pulse_s,
     silence_text,
+    stopped_text,
     unreached_text,
 )
 from fastps.control.newcomers import Newcomers
-from fastps.control.protocol import Confirm, Confirmed, Join, PeerLost, ToMember
+from fastps.control.protocol import Confirm, Confirmed, Join, PeerLost, ToMember, Unheard
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class SilenceMixin:
     _newcomers: Newcomers
     _state_of: Callable[[int, Join], str]
     _slept: tuple[float, float]
+    _goes_on: bool
 
     def _send(self, peer: int, message: ToMember) -> None:
         raise NotImplementedError
@@ -70,6 +73,15 @@ class SilenceMixin:
         raise NotImplementedError
 
     def _drain(self, now: float) -> list[Action]:
+        raise NotImplementedError
+
+    def _is_awaited(self, without: Sequence[Peer]) -> bool:
+        raise NotImplementedError
+
+    def _leaving(self) -> list[Peer]:
+        raise NotImplementedError
+
+    def _dismiss(self, leaving: list[Peer]) -> None:
         raise NotImplementedError
 
     def pulse(self, peer: int, now: float) -> bool:
@@ -246,3 +258,13 @@ class SilenceMixin:
         member = self._peers.get(peer)
         silent_s = self._silent_s(member, now) if member else 0.0
         return life_text(silent_s, beat_s=pulse_s(self._config))
+
+    def _give_up(self, member: Peer, message: Unheard, now: float) -> None:
+        """Lose a member that has given up the scheduler, or the scheduler if that was stopped."""
+        until, slept_s = self._slept
+        if until <= now - self._config.lease_s or slept_s <= self._config.lease_s / 2:
+            slept_s = 0.0
+        if slept_s and self._is_awaited([member]) and not self._goes_on:
+            self._fail_job(self._scheduler_lost(stopped_text(slept_s, member.full_name)))
+            self._dismiss([item for item in self._leaving() if item is not member])
+        self._drop(member.peer, deaf_text(message.seconds, slept_s), now)

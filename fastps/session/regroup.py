@@ -117,8 +117,8 @@ class RegroupMixin:
                 "would end", self.config.elastic_min,
             )  # fmt: skip
         try:
-            while (view := self._view_before(found)) is not None:
-                self._await_view(view, self.config.start_timeout_s)
+            while (before := self._view_before(found)) is not None:
+                self._await_view(before, self.config.start_timeout_s)
         except ShutdownError:
             if self._is_gone:
                 raise SystemExit(0) from None

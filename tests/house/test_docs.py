@@ -25,6 +25,9 @@ COVERED = {
     "make demo": "tests/cluster/test_demo.py",
     "make test": "tests/house/test_docs.py",
     "pip install .": "tests/house/test_packaging.py",
+    "fastps-run --join 10.0.0.1:7654 --token-file job.token -np 2 python train.py": (
+        "tests/faults/test_join_launched.py"
+    ),
 }
 # Programs of these pages run where their framework is.
 FRAMEWORKS = {
