@@ -39,7 +39,7 @@ from fastps.types import DType, Op, dtype_of, numpy_dtype
 from fastps.worker.handle import Array, Handle, Waitable
 
 if TYPE_CHECKING:
-    from fastps.session.elastic import Scope
+    from fastps.session.elastic_handle import Scope
     from fastps.session.session import Session
 
 Arrays: TypeAlias = Sequence[Array] | BorrowedMemory

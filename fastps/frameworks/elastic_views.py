@@ -20,7 +20,7 @@ from fastps.errors import PeerLostError, ViewChangedError
 
 if TYPE_CHECKING:
     from fastps.frameworks.commits import Room
-    from fastps.session.elastic import Scope
+    from fastps.session.elastic_handle import Scope
     from fastps.session.view import View
 
 Members: TypeAlias = tuple[str, ...]  # the workers of a view by rank, in words of all views

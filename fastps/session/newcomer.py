@@ -20,7 +20,8 @@ from fastps.config import Config
 from fastps.contract.contract import Policy
 from fastps.control.protocol import ViewJoined
 from fastps.errors import FastPSError, ShutdownError
-from fastps.session.elastic import ElasticHandle, ElasticSession
+from fastps.session.elastic import ElasticSession
+from fastps.session.elastic_handle import ElasticHandle
 from fastps.session.session import Session
 
 if TYPE_CHECKING:

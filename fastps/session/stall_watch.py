@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fastps._core import overdue_s
@@ -113,9 +113,13 @@ class StallWatch:
             return
         waits = "" if oldest is None else f"{self._how(oldest)} {oldest.what}"
         if (client := self._client) is not None:
+            program = threading.main_thread()
             client.send(
                 Whereabouts(
-                    asked.inquiry, self._count(asked.place), text_of(waits), text_of(_stack())
+                    asked.inquiry,
+                    self._count(asked.place),
+                    text_of(waits),
+                    text_of(_stack(program)),
                 )
             )
 
@@ -213,13 +217,24 @@ def pending_operation(operation: Operation, groups: GroupTable | None = None) ->
     return Pending(place, number, number, what, group.ranks, whole)
 
 
-def _stack() -> str:
-    """Return where the program is: the main thread, without what is ours."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+def join_threads(threads: Iterable[threading.Thread], timeout_s: float) -> None:
+    """Wait until threads of ours have ended, timeout_s for each; log where one still is."""
+    for thread in threads:
+        thread.join(timeout_s)
+        if thread.is_alive():
+            log.warning(
+                "thread %s did not end within %g s; it is at %s",
+                thread.name, timeout_s, _stack(thread, without=""),
+            )  # fmt: skip
+
+
+def _stack(thread: threading.Thread, *, without: str = _HERE) -> str:
+    """Return where a thread is, without the files below a folder: what is ours."""
+    frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
     places: list[str] = []
     while frame is not None and len(places) < FRAMES:
         code = frame.f_code
-        if not code.co_filename.startswith(_HERE):
+        if not without or not code.co_filename.startswith(without):
             where = _short(code.co_filename)
             places.append(f"{where}:{frame.f_lineno} in {code.co_name}")
         frame = frame.f_back

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fastps.control.protocol import ResultsCommitted, ResultsLanded
-from fastps.session.elastic import ElasticHandle, ElasticSession, Scope
+from fastps.session.elastic import ElasticSession
+from fastps.session.elastic_handle import ElasticHandle, Scope
 from fastps.session.view import Hold
 
 

@@ -33,7 +33,7 @@ from fastps.session.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from fastps.frameworks.gradient_round import Waitable
-    from fastps.session.elastic import Scope
+    from fastps.session.elastic_handle import Scope
     from fastps.session.session import Session
     from fastps.worker.handle import Handle
 
