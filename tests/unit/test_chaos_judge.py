@@ -165,6 +165,19 @@ def test_a_victim_that_had_left_has_the_exit_code_of_its_signal():
     assert [x.kind for x in judge(once, layout, one, least=1).findings] == ["exit code"]
 
 
+def test_a_machine_whose_loss_was_outlived_has_the_exit_code_of_what_ended_the_job():
+    event = replace(KILL, layout="three-machines", rank=0, then_role="worker", then_rank=1)
+    layout = LAYOUTS["three-machines"]
+    text = "worker 0 is lost: its control connection closed"
+    one = seen(steps=(5, 5), errors=(1,), text=text, code=1, last=text)
+    assert "exit code" in [x.kind for x in judge(event, layout, one).findings]
+    one.records.append({"member": "1:9", "rank": 1, "what": "view", "at": 51.0, "number": 2,
+                        "size": 1, "cause": text, "seconds": 0.1})  # fmt: skip
+    assert "exit code" not in [x.kind for x in judge(event, layout, one, least=1).findings]
+    at_home = replace(event, layout="memory", then_rank=2)
+    assert "exit code" in [x.kind for x in judge(at_home, MEMORY, one, least=1).findings]
+
+
 def test_an_elastic_job_may_end_where_it_need_not_go_on():
     one = seen()
     assert "lost job" in [x.kind for x in judge(KILL, MEMORY, one, least=1).findings]

@@ -321,12 +321,23 @@ def _check_report(event: Event, layout: Layout, seen: Seen, verdict: Verdict) ->
             verdict.add("exit code", f"{name} returned 0 although a member was lost")
         if layout.launcher != "fastps-run" or one["code"] == 0:
             continue
-        code = _code_of(event) if machine == own and event.role in ("worker", "server") else None
+        is_here = machine == own and event.role in ("worker", "server")
+        code = _code_of(event) if is_here and not _ended_elsewhere(event, layout, seen) else None
         if code is not None and one["code"] != code and not _is_orderly(event):
             text = f"{name} returned {one['code']}, not {code}: {seen.last(name)}"
             verdict.add("exit code", text)
         if not wanted.search(seen.last(name)):
             verdict.add("wrong report", f"{name}: {seen.last(name)} (wanted: {wanted.pattern})")
+
+
+def _ended_elsewhere(event: Event, layout: Layout, seen: Seen) -> bool:
+    """Return whether a job outlived a loss, and a second one elsewhere may have ended it."""
+    has_view = any(record["what"] == "view" for record in seen.records)
+    own, other = (
+        layout.machine_of(role, rank)
+        for role, rank in ((event.role, event.rank), (event.then_role, event.then_rank))
+    )
+    return bool(event.then_role) and has_view and own != other
 
 
 def _is_orderly(event: Event) -> bool:
