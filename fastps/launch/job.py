@@ -420,7 +420,8 @@ class Job:
         left = [part.name for part in workers if part.is_alive and part not in self._lost]
         rest = "this machine has no workers"
         if workers:
-            rest = f"{len(left)} of {len(workers)} {workers[0].role}s continue without it"
+            names = {part.name for part in workers}  # who was started instead has the same
+            rest = f"{len(left)} of {len(names)} {workers[0].role}s continue without it"
         for part in failed:
             self._screen.report(f"{part.describe()} {part.describe_end()}; {rest}")
             if left and isinstance(part, Child) and (child := self._replace(part)) is not None:
