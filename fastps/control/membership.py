@@ -160,6 +160,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         self._view = config  # with the numbers of workers and servers that now make a job
         self.is_changing = False  # the survivors of a view are about to await the next..
         self._change_until = float("inf")  # ..and are lost if they do not by then
+        self._why_change = ""  # of the last change
         self._is_finished = False
         self._end_reason = ""
         self._end_code = 0
@@ -675,10 +676,11 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
             self._send_all(self._declarations.fail_all("peer_lost", cause))
         elif member.has_started and self.phase is Phase.RUNNING and self._can_spare(member):
             self._announce_loss(member, cause)
-        elif self.is_changing:
-            self._fail_job(self._lost(member, cause))
-        elif member.has_started and self.phase is Phase.RUNNING:
-            self._fail_job(self._lost(member, cause))
+        elif self.is_changing or (member.has_started and self.phase is Phase.RUNNING):
+            before = (
+                f"; before, {self._why_change}" if self.is_changing else ""
+            )  # or because of it
+            self._fail_job(self._lost(member, cause + before))
             self._dismiss([item for item in self._leaving() if item is not member])
         elif self.phase is Phase.LOBBY:
             self._note_early_end(member, cause, now)
@@ -739,6 +741,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         """End the view, and fail what was asked in it."""
         self.generation += 1
         self.phase, self.is_changing, self._departure = Phase.LOBBY, True, ""
+        self._why_change = cause
         self._suspicions.clear()
         self._newcomers.announced = 0
         self._send_all(self._collectives.fail_all("view", cause))

@@ -154,6 +154,10 @@ class TestLoss:
         driver.die(c)
         assert driver.machine.phase is Phase.BROKEN
         assert [kind for _, kind in failed(driver, a)] == ["peer_lost"]
+        (lost,) = driver.events(a, PeerLost)
+        assert isinstance(lost, PeerLost)
+        assert lost.rank == 2
+        assert "; before, worker 1 (" in lost.cause  # of which c's end may be a consequence
 
     def test_who_was_silent_is_told_that_it_is_out(self):
         driver = elastic()
