@@ -55,7 +55,8 @@ class Broken(Target):
 
 @pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
 def test_what_is_taken_wrongly_is_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(driver, "HANG_S", 1.0)
+    # A sanitizer takes a second to make a GiB of memory.
+    monkeypatch.setattr(driver, "HANG_S", 5.0 if driver.is_sanitized() else 1.0)
     target = Broken()
     outcome = driver.fuzz(target, seed=1, inputs=6)
     assert outcome.inputs == 6
