@@ -87,15 +87,20 @@ class TestimonyMixin:
         if suspect is None or not (can_judge and self._outlives_losses):
             self._lose_suspect(item, now)
             return
-        silent_s, beat_s = self._silent_s(suspect, now), pulse_s(self._config)
-        first = self._origin(item)
-        if silent_s >= MISSED_BEATS * beat_s or self._is_denied(suspect):
-            self._lose_suspect(item, now)
-        elif silent_s >= now - item.since:  # no heartbeat since then: its lease may end soon
-            self._suspicions.postpone(item, now + beat_s)
-        elif first.until > now:
-            self._suspicions.postpone(item, first.until)
-        elif self._is_missed(first.suspect) or self._is_denied(self._peers[first.suspect]):
+        beat_s, first = pulse_s(self._config), self._origin(item)
+        for one in (item, first):
+            member = self._peers[one.suspect]
+            silent_s = self._silent_s(member, now)
+            if one.until > now:
+                self._suspicions.postpone(item, one.until)
+            elif silent_s >= MISSED_BEATS * beat_s or self._is_denied(member):
+                self._lose_suspect(one, now)
+            elif silent_s >= now - one.since:  # no heartbeat since then: its lease may end soon
+                self._suspicions.postpone(item, now + beat_s)
+            else:
+                continue
+            return
+        if self._is_missed(first.suspect):
             self._lose_suspect(first, now)
         else:
             self._judge_words(first, now)

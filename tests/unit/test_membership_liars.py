@@ -152,6 +152,18 @@ class TestReports:
         job.live()
         assert job.lost == [LIAR]
 
+    def test_a_silent_member_explains_what_others_say_of_its_victim(self):
+        """Worker 0 has ended all links, since that to the silent worker 1 has ended."""
+        job = Job("elastic")
+        job.report(3, 0)
+        job.report(0, 1, "retries exceeded")
+        for _ in range(8):
+            for rank in (0, 2, 3, 4):
+                job.driver.machine.pulse(job.peers[rank], job.driver.now)
+            job.driver.advance(0.25)
+            job.answer()
+        assert job.lost == [1]
+
     def test_a_flood_of_reports_is_kept_once(self, job):
         for number in range(100):
             job.report(LIAR, number % 2, f"reset {number}")
