@@ -107,6 +107,7 @@ from fastps.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+LAUNCHER = 0  # in place of a peer's number; a launcher's reports come on no control connection
 MAX_NOTES = 8  # departures before the start that the text about missing members lists
 PULSE_CLOSED = "its pulse connection closed: it crashed, was killed or was cut off"
 GAVE_UP = "gave up waiting for the job to start"
@@ -181,11 +182,11 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         member = self._peers.get(peer)
         if isinstance(message, Join):
             self._join(peer, message, now)
-        elif isinstance(message, Absent):
+        elif isinstance(message, Absent) and peer == LAUNCHER:
             self._take_report(message, now)
         elif (newcomer := self._newcomers.get(peer)) is not None:
             self._hear_newcomer(newcomer, message, now)
-        elif member is None or isinstance(message, Attend | AwaitEnds):
+        elif member is None or isinstance(message, Absent | Attend | AwaitEnds):
             self._out.append(Close(peer))
         elif isinstance(message, ResultsLanded):
             self._land(member, message, now)

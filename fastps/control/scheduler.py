@@ -33,7 +33,7 @@ from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
 from fastps.control.blame import broke_text, pulse_s
 from fastps.control.identity import host_id
 from fastps.control.local_thread import PULSE, state_of
-from fastps.control.membership import Membership
+from fastps.control.membership import LAUNCHER, Membership
 from fastps.control.printable import cleaned
 from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (
@@ -239,7 +239,7 @@ class Scheduler:
 
     def report_absent(self, message: Absent) -> None:
         """Note that a process has ended, as its launcher reports. From the loop's thread."""
-        self._do(self.membership.receive(0, message, self._loop.time()))
+        self._do(self.membership.receive(LAUNCHER, message, self._loop.time()))
 
     # ---- listening ----
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fastps.control.actions import Phase
 from fastps.control.protocol import (
+    Absent,
     Confirm,
     Confirmed,
     PeerLost,
@@ -163,6 +164,15 @@ class TestReports:
             job.driver.advance(0.25)
             job.answer()
         assert job.lost == [1]
+
+    def test_a_member_does_not_speak_as_a_launcher(self, job):
+        """It knows the others' process ids, by which a launcher's report counts at once."""
+        for rank in OTHERS:
+            pid = job.driver.machine._peers[job.peers[rank]].join.pid
+            gone = Absent("worker", rank, "node", pid, "it was killed by SIGKILL")
+            job.driver.say(job.peers[LIAR], gone)
+        assert not job.lost
+        assert job.peers[LIAR] in job.driver.closed
 
     def test_a_flood_of_reports_is_kept_once(self, job):
         for number in range(100):
