@@ -869,9 +869,6 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         is_start = self._is_starting and any(item.start_request for item in others)
         return is_start or self.phase is Phase.RUNNING or self.is_changing
 
-    def _scheduler_lost(self, text: str) -> PeerLost:
-        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, text)
-
     def _relay(self, member: Peer, message: Tell) -> None:
         """Send a worker's data to the workers it names."""
         if member.number is None or self.phase is not Phase.RUNNING:

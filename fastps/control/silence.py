@@ -69,9 +69,6 @@ class SilenceMixin:
     def _fail_job(self, cause: PeerLost) -> None:
         raise NotImplementedError
 
-    def _scheduler_lost(self, text: str) -> PeerLost:
-        raise NotImplementedError
-
     def _drain(self, now: float) -> list[Action]:
         raise NotImplementedError
 
@@ -268,3 +265,6 @@ class SilenceMixin:
             self._fail_job(self._scheduler_lost(stopped_text(slept_s, member.full_name)))
             self._dismiss([item for item in self._leaving() if item is not member])
         self._drop(member.peer, deaf_text(message.seconds, slept_s), now)
+
+    def _scheduler_lost(self, text: str) -> PeerLost:
+        return PeerLost("scheduler", 0, self._config.scheduler_host, 0, text)
