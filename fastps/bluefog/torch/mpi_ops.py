@@ -193,7 +193,9 @@ def allreduce_nonblocking(
         view_of(source), op=Average if average else Sum, name=name,
         dtype=wire_dtype(source.dtype, name or "tensor"),
     )  # fmt: skip
-    return MappedHandle([handle], lambda found: tensor_over(found[0], tensor.dtype))
+    return MappedHandle(
+        [handle], lambda found: tensor_over(found[0], tensor.dtype).to(tensor.device)
+    )
 
 
 def allreduce_nonblocking_(

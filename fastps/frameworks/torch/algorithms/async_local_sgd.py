@@ -13,7 +13,7 @@ from fastps.algorithms.local_blocks import ParticipationSchedule, Reset
 from fastps.frameworks.torch.algorithms.inner_steps import InnerSteps, TensorBlocks
 from fastps.frameworks.torch.gradients import unwrapped
 from fastps.frameworks.torch.ops.compression import Compressing, choice_of
-from fastps.frameworks.torch.ops.tensors import check_tensor, view_of
+from fastps.frameworks.torch.ops.tensors import check_on_cpu, check_tensor, view_of
 from fastps.session.current import current
 from fastps.worker.handle import Array
 
@@ -54,7 +54,7 @@ class AsyncLocalSGD(TensorBlocks, AsyncSteps, InnerSteps):
         self.inner = inner
         named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         for name, one in named:
-            check_tensor(one, name)
+            check_on_cpu(check_tensor(one, name), name, "AsyncLocalSGD")
         with torch.no_grad():
             super().__init__(
                 named, sync_every=sync_every, alpha=alpha, proximal=proximal,

@@ -20,6 +20,7 @@ from fastps.frameworks.torch.algorithms.inner_steps import InnerSteps, TensorBlo
 from fastps.frameworks.torch.gradients import unwrapped
 from fastps.frameworks.torch.ops.compression import Compressing, choice_of
 from fastps.frameworks.torch.ops.tensors import (
+    check_on_cpu,
     check_tensor,
     submit_broadcast,
     submit_push_pull,
@@ -143,7 +144,7 @@ class LocalSGD(TensorBlocks, LocalSteps, InnerSteps):
 
     def _check(self, named: Sequence[tuple[str, Any]]) -> None:
         for name, one in named:
-            check_tensor(one, name)
+            check_on_cpu(check_tensor(one, name), name, "LocalSGD")
         if current().config.goes_on and self._averaged():
             raise ConfigError(
                 f"buffer {self._averaged()[0][0]!r} is averaged over all workers, which "

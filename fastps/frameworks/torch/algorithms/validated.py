@@ -16,17 +16,21 @@ import fastps
 from fastps.algorithms.validated_steps import ValidatedSteps, training
 from fastps.algorithms.validator import Judged
 from fastps.frameworks.torch.algorithms.inner_steps import HALVES, InnerSteps, widened
-from fastps.frameworks.torch.ops.tensors import check_tensor, tensor_over, view_of
+from fastps.frameworks.torch.ops.tensors import (
+    check_on_cpu,
+    check_tensor,
+    tensor_over,
+    view_of,
+)
 from fastps.worker.handle import Array
 
 
 def _trained(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the trainable parameters by name."""
-    return {
-        name: check_tensor(one, name).detach()
-        for name, one in model.named_parameters()
-        if one.requires_grad
-    }
+    found = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    for name, one in found.items():
+        check_on_cpu(check_tensor(one, name), name, "training with validators")
+    return {name: one.detach() for name, one in found.items()}
 
 
 def _read(own: torch.Tensor) -> Array:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operations of fastps/ops/neighbors.py on torch tensors, or on lists of them.
 
-Tensors are on the CPU and of floats, contiguous or not; they are not changed, except by
-average_parameters(). Threads: as in ops/neighbors.py.
+Tensors are of floats, contiguous or not; they are not changed, except by average_parameters().
+Results are on the tensors' devices. Threads: as in ops/neighbors.py.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def neighbor_allgather_async(
         view_of(source), src_ranks, dst_ranks, name, is_checked=enable_topo_check,
         dtype=wire_dtype(source.dtype, name or "tensor"),
     )  # fmt: skip
-    return MappedHandle([handle], lambda found: tensor_over(found[0], tensor.dtype))
+    return MappedHandle(
+        [handle], lambda found: tensor_over(found[0], tensor.dtype).to(tensor.device)
+    )
 
 
 neighbor_allgather = make_waiting(
@@ -149,14 +151,15 @@ def start_mix(
     outs: arrays for the results; None: new ones.
     """
     is_one = not isinstance(tensor, Sequence)
-    some = [tensor] if isinstance(tensor, torch.Tensor) or is_one else list(tensor)
-    sources = [sendable(check_tensor(one, name or "tensor")) for one in some]
+    given = [tensor] if isinstance(tensor, torch.Tensor) or is_one else list(tensor)
+    some = [check_tensor(one, name or "tensor") for one in given]
+    sources = [sendable(one) for one in some]
     codes = [wire_dtype(one.dtype, name or "tensor") for one in sources]
     handle = ops.start_fused([view_of(one) for one in sources], codes, name, mix, outs, **how)
 
     def finish(found: list[Any]) -> Any:
-        tensors = [tensor_over(one, source.dtype)
-                   for one, source in zip(found[0], sources, strict=True)]  # fmt: skip
+        tensors = [tensor_over(one, source.dtype).to(source.device)
+                   for one, source in zip(found[0], some, strict=True)]  # fmt: skip
         return tensors[0] if is_one else tensors
 
     return MappedHandle([handle], finish)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The windows of fastps/ops/windows.py over contiguous torch tensors on the CPU.
+"""The windows of fastps/ops/windows.py over contiguous torch tensors.
 
 Names, order of arguments and guarantees are the same. The tensor of win_create() is the window's
-value, and updates write it. Threads: as in ops/windows.py.
+value, and updates write it. Neighbours read it at any time, so it is on the CPU; tensors that are
+put may be on a device. Threads: as in ops/windows.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from fastps.frameworks.torch.ops.tensors import (
+    check_on_cpu,
     check_tensor,
     check_writable,
     is_sendable,
@@ -29,6 +31,7 @@ from fastps.worker.handle import Handle, MappedHandle
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
     """Make a window over a contiguous tensor; as fastps.win_create()."""
     check_writable(check_tensor(tensor, name), name)
+    check_on_cpu(tensor, name, "win_create(), whose window neighbours read,")
     if not is_sendable(tensor):
         raise ValueError(
             f"window {name!r} needs a contiguous tensor, not strides {tensor.stride()} of shape "
@@ -92,6 +95,7 @@ def _put(
 ) -> Handle[torch.Tensor]:  # fmt: skip
     is_weighed = self_weight not in (None, 1.0)
     if is_weighed and not is_sendable(check_tensor(tensor, name)):
+        check_on_cpu(tensor, name, "self_weight, which scales the tensor in place,")
         raise ValueError(
             f"window {name!r}: self_weight={self_weight} scales the tensor in place, which needs "
             "a contiguous one: pass tensor.contiguous(), or leave self_weight out"

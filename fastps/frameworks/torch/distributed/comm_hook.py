@@ -22,6 +22,7 @@ from fastps.frameworks.torch.ops.compression import (
     compressor_of,
 )
 from fastps.frameworks.torch.ops.tensors import (
+    check_on_cpu,
     check_tensor,
     free_name,
     submit_push_pull,
@@ -59,6 +60,7 @@ def comm_hook(name: str = "ddp", *, compression: Compressing = Compression.none)
         gradients, index = bucket.buffer(), bucket.index()
         label = f"{name}.{index}"
         check_tensor(gradients, label)
+        check_on_cpu(gradients, label, "comm_hook()")
         sent, context = compressor.compress(gradients)
         operation = _start(sent, label, priority=index, **options)
         return completer.future(operation, timeout_s, lambda: compressor.decompress(sent, context))

@@ -18,7 +18,9 @@ from fastps.frameworks.torch.ops.tensors import (
     WIRE_DTYPES,
     Array,
     check_memory,
+    check_on_cpu,
     check_writable,
+    is_plain,
     is_sendable,
     sendable,
     wire_dtype,
@@ -74,7 +76,7 @@ def landing(pieces: Pieces, operation: str) -> Side:
         check_places(pieces, operation)
         return _side(plain, None, [] if is_sendable(pieces) else [(pieces, plain)])
     for piece in pieces:
-        check_memory(piece, operation)
+        _check(piece, operation)
         check_places(piece, operation)
     if all(map(is_sendable, pieces)):
         one = _as_one([piece.detach().reshape(-1) for piece in pieces])
@@ -107,8 +109,14 @@ def check_numbers(tensor: torch.Tensor, operation: str) -> None:
         wire_dtype(tensor.dtype, operation)
 
 
+def _check(tensor: torch.Tensor, operation: str) -> None:
+    if not is_plain(tensor):
+        check_memory(tensor, operation)
+        check_on_cpu(tensor, operation, 'the backend "fastps"')
+
+
 def _plain(tensor: torch.Tensor, operation: str) -> torch.Tensor:
-    check_memory(tensor, operation)
+    _check(tensor, operation)
     return sendable(tensor)
 
 

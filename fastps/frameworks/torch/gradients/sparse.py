@@ -2,8 +2,8 @@
 """Sparse gradients, which have values for some rows only, as nn.Embedding(sparse=True) makes them.
 
 All members gather row numbers and rows; values of one row are added in the order of members, so
-all get the same bits. Bytes that a member sends: its rows, and 8 for each row's number, times
-n - 1.
+all get the same bits; on the CPU, as a device would add them in any order. Bytes that a member
+sends: its rows, and 8 for each row's number, times n - 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def start_rows(
             f"{what} has layout {gradient.layout}, and this operation needs torch.sparse_coo: use "
             "allreduce()"
         )
-    own = gradient.detach().coalesce()
+    own = _on_cpu(gradient.detach()).coalesce()
     values = own.values().contiguous()
     wire = torch.view_as_real(values) if values.is_complex() else values
     check_tensor(wire, name or "tensor")
@@ -54,7 +54,8 @@ def start_rows(
         total = tensor_over(what, wire.dtype)
         total = torch.view_as_complex(total) if values.is_complex() else total
         divisor = process_set.size() if op is Average else 1
-        return _coalesced(torch.from_numpy(where).t(), total, gradient.shape, divisor)
+        places = torch.from_numpy(where).t()
+        return _coalesced(places, total, gradient.shape, divisor, gradient.device)
 
     return SparseSum([handle], finish)
 
@@ -63,7 +64,7 @@ def rows_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return a gradient as rows: of a dense one the nonzero rows; no rows for None."""
     gradient = parameter.grad
     if gradient is None:
-        nothing = torch.empty((1, 0), dtype=torch.long)
+        nothing = torch.empty((1, 0), dtype=torch.long, device=parameter.device)
         return torch.sparse_coo_tensor(
             nothing, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape
         )
@@ -85,12 +86,28 @@ class SparseExchange:
         self._parameter.grad = self._handle.wait()
 
 
+def _on_cpu(sparse: torch.Tensor) -> torch.Tensor:
+    """Return a sparse tensor on the CPU, itself if it is there."""
+    if sparse.is_cpu:
+        return sparse
+    return torch.sparse_coo_tensor(
+        sparse._indices().cpu(), sparse._values().cpu(), sparse.shape,
+        is_coalesced=sparse.is_coalesced(), check_invariants=False,
+    )  # fmt: skip
+
+
 def _coalesced(
-    places: torch.Tensor, values: torch.Tensor, shape: torch.Size, divisor: int
+    places: torch.Tensor,
+    values: torch.Tensor,
+    shape: torch.Size,
+    divisor: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """Add the values of each row in order; torch's coalesce() guarantees no order."""
     unique, where = torch.unique(places, dim=1, return_inverse=True)
     total = values.new_zeros((unique.shape[1], *values.shape[1:])).index_add_(0, where, values)
     if divisor != 1:
         total = (total / divisor).to(values.dtype)
-    return torch.sparse_coo_tensor(unique, total, shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        unique.to(device), total.to(device), shape, is_coalesced=True, check_invariants=False
+    )

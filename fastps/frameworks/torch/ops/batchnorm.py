@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation over the batches of all workers, as if they were one; on the CPU.
+"""Batch normalisation over the batches of all workers, as if they were one.
 
 In the forward pass each worker sends its count, and the mean and squared deviations of each
 channel; in the backward pass two sums of each channel: 2 C + 1 and 2 C numbers. They are combined
-in the order of members, so all get the same bits. Blocks in both passes; all members run both in
-the same order.
+in the order of members, so all get the same bits. A batch on a device is normalised there, and
+only these numbers are copied. Blocks in both passes; all members run both in the same order.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Normalise(torch.autograd.Function):
         rows = wide.transpose(0, 1).flatten(1)  # a channel each
         local = rows.double().mean(1) if rows.shape[1] else rows.new_zeros(len(rows)).double()
         apart = (rows.double() - local[:, None]).square().sum(1)
-        size = torch.tensor([rows.shape[1]], dtype=torch.float64)
+        size = torch.tensor([rows.shape[1]], dtype=torch.float64, device=x.device)
         whole = _gathered(torch.cat([size, local, apart]), process_set)
         counts, means, squares = torch.split(whole, [1, len(rows), len(rows)], 1)
         count = float(counts.sum())
@@ -152,6 +152,6 @@ class _Normalise(torch.autograd.Function):
 
 def _gathered(numbers: torch.Tensor, process_set: ProcessSet) -> torch.Tensor:
     """Return the numbers of all members, a row each."""
-    found = process_set.group().allgather(view_of(numbers), name=_LABEL).wait()
+    found = process_set.group().allgather(view_of(numbers.cpu()), name=_LABEL).wait()
     assert not isinstance(found, list)
-    return torch.from_numpy(found).view(-1, len(numbers))
+    return torch.from_numpy(found).view(-1, len(numbers)).to(numbers.device)

@@ -90,10 +90,11 @@ def broadcast_object(
     """Return the root rank's value on all ranks; the values of others are ignored.
 
     The value may contain None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays,
-    CPU tensors, dtypes, Path, argparse.Namespace, Enum and named tuples; else all ranks raise
+    tensors, dtypes, Path, argparse.Namespace, Enum and named tuples; else all ranks raise
     TypeError. Types are kept, but subclasses of dict and tuple arrive as dict and tuple, except
-    OrderedDict, torch.Size and named tuples. The root gets its own object back. In a process set
-    of some workers tensors are not supported.
+    OrderedDict, torch.Size and named tuples. A tensor on a device arrives on the current device of
+    that type, as torch.cuda.set_device() chooses it. The root gets its own object back. In a
+    process set of some workers tensors are not supported.
     """
     if process_set is not global_process_set:
         return fastps.broadcast_object(
@@ -201,7 +202,10 @@ def _broadcast_tree(value: Any, root: Any, root_rank: int, name: str) -> Any:
         text = str(error) if isinstance(error, TypeError) else f"{type(error).__name__}: {error}"
         session.broadcast_object({"refused": text}, root, name)
         raise TypeError(f"rank {root_rank} could not send the value: {text}") from error
-    session.broadcast_object({"value": plain, "mark": mark, "specs": specs}, root, name)
+    kinds = [tensor.device.type for tensor in tensors]
+    session.broadcast_object(
+        {"value": plain, "mark": mark, "specs": specs, "kinds": kinds}, root, name
+    )
     _broadcast([sendable(tensor) for tensor in tensors], _labels(name, tensors), root)
     return value
 
@@ -212,6 +216,7 @@ def _receive_tree(session: Session, root: Any, root_rank: int, name: str) -> Any
         raise TypeError(f"rank {root_rank} could not send the value: {message['refused']}")
     tensors = [make_room(code, shape) for code, shape in message["specs"]]
     _broadcast(tensors, _labels(name, tensors), root)
+    tensors = [one.to(kind) for one, kind in zip(tensors, message["kinds"], strict=True)]
     return put_back(message["value"], message["mark"], tensors)
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives on torch tensors (ops/numpy_collectives.py), with Horovod's order and gradients.
 
-The order of arguments is Horovod's. Tensors are on the CPU, complex or not, contiguous or not; the
-in-place forms (a trailing underscore) write the result into the tensor. Forms without _async or
-underscore take part in autograd, with the gradients that Horovod defines: those of allgather and
-broadcast are averages. Handles go to poll() and synchronize(). Threads: as in ops/start.py.
+The order of arguments is Horovod's. Tensors may be complex or not, contiguous or not, on the CPU
+or on a device, to which the first wait copies results; the in-place forms (a trailing underscore)
+write the result into the tensor. Forms without _async or underscore take part in autograd, with
+the gradients that Horovod defines: those of allgather and broadcast are averages. Handles go to
+poll() and synchronize(). Threads: as in ops/start.py.
 """
 
 from __future__ import annotations
@@ -85,8 +86,10 @@ def allreduce_async_(
     op = op_of_words(op, average)
     target = target_of(tensor, name)
     source = wire_of(target, name, op, factor=prescale_factor)
-    in_place = source if prescale_factor == 1.0 else wire_of(target, name, op)
-    out = in_place if in_place.data_ptr() == target.data_ptr() else source
+    is_alone = prescale_factor == 1.0 or not target.is_cpu
+    in_place = source if is_alone else wire_of(target, name, op)
+    is_over = target.is_cpu and in_place.data_ptr() == target.data_ptr()
+    out = in_place if is_over else source
     array = view_of(source)
     handle = ops.start_allreduce(
         array, array if out is source else view_of(out), op, name, process_set,
@@ -166,10 +169,10 @@ def grouped_allreduce_async_(
 
     def finish(found: list[Any]) -> list[torch.Tensor]:
         for target, result in zip(targets, found[0], strict=True):
-            if target.data_ptr() != result.data_ptr():
-                write_over(target, result)
-            else:
+            if target.is_cpu and target.data_ptr() == result.data_ptr():
                 mark_written(target)
+            else:
+                write_over(target, result)
         return list(tensors)
 
     return MappedHandle([handle], finish)

@@ -4,8 +4,9 @@
 The order of arguments is that of BytePS: tensor, average, name, version, priority; a string in
 the second place is the name, as in fastps.push_pull(). A name is required: workers match tensors
 by it, and a generated one would differ between ranks or cost server memory at each call.
-Out-of-place forms accept any dense CPU tensor and copy one that is not contiguous; in-place forms
-write into the tensor, which must be contiguous.
+Out-of-place forms accept any dense tensor and copy one that is not contiguous; in-place forms
+write into the tensor, which must be contiguous. A tensor on a device is copied to the host before
+the operation starts, and the thread that first waits for the end copies the result to the device.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from fastps.frameworks.torch.ops.tensors import (
     tensor_over,
     view_of,
     wire_dtype,
+    write_over,
 )
 from fastps.session import current
-from fastps.worker.handle import Handle
+from fastps.worker.handle import Handle, MappedHandle
 
 
 class PushPullHandle(Handle[torch.Tensor]):
@@ -83,20 +85,22 @@ def push_pull_async(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
-) -> PushPullHandle:
+) -> Handle[torch.Tensor]:
     """Start to average or sum a tensor over all workers; synchronize() returns a new tensor.
 
     Larger priorities go first. `version` is accepted for scripts written for BytePS and not
-    needed. Do not write to a contiguous tensor before the operation has ended. The result does
-    not take part in autograd; that of push_pull() does. NaN and infinity pass through.
+    needed. Do not write to a contiguous tensor before the operation has ended. The result is on
+    the tensor's device, and does not take part in autograd; that of push_pull() does. NaN and
+    infinity pass through.
     """
     average, name = _named(average, name, "push_pull_async")
     _checked(tensor, name, average)
     if is_sendable(tensor):
         output = tensor_over(current.current().result_like(view_of(tensor)), tensor.dtype)
         return _start(tensor, output, name, average, priority)
-    copy = sendable(tensor)
-    return _start(copy, copy, name, average, priority)
+    copy, device = sendable(tensor), tensor.device
+    started = _start(copy, copy, name, average, priority)
+    return started if tensor.is_cpu else MappedHandle([started], lambda one: one[0].to(device))
 
 
 def push_pull_async_inplace(
@@ -105,7 +109,7 @@ def push_pull_async_inplace(
     name: str | None = None,
     version: int = 0,
     priority: int = 0,
-) -> PushPullHandle:
+) -> Handle[torch.Tensor]:
     """Start to average or sum a tensor over all workers in place; synchronize() returns it.
 
     As push_pull_async(), but the result is written into the tensor. ValueError for a tensor that
@@ -114,6 +118,8 @@ def push_pull_async_inplace(
     """
     average, name = _named(average, name, "push_pull_async_inplace")
     _check_in_place(_checked(tensor, name, average), name)
+    if not tensor.is_cpu:
+        return _start_on_device(tensor, name, average, priority)
     started = _start(tensor, tensor, name, average, priority)
     mark_written(tensor)
     return started.then(mark_written)
@@ -213,6 +219,21 @@ def _start(
     return PushPullHandle(handle, output)
 
 
+def _start_on_device(
+    tensor: torch.Tensor, name: str, average: bool, priority: int
+) -> Handle[torch.Tensor]:
+    """Start push_pull of a copy, from which the tensor is written in the end."""
+    copy = sendable(tensor)
+    started = _start(copy, copy, name, average, priority)
+    mark_written(tensor)
+
+    def finish(_found: list[Any]) -> torch.Tensor:
+        write_over(tensor, copy)
+        return tensor
+
+    return MappedHandle([started], finish)
+
+
 def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
     check_tensor(tensor, name)
     if average and tensor.dtype is torch.bool:
@@ -224,7 +245,7 @@ def _checked(tensor: torch.Tensor, name: str, average: bool) -> torch.Tensor:
 
 def _check_in_place(tensor: torch.Tensor, name: str) -> None:
     check_writable(tensor, name)
-    if not is_sendable(tensor):
+    if not (is_sendable(tensor) if tensor.is_cpu else tensor.is_contiguous()):
         raise ValueError(
             f"tensor {name!r} is not contiguous (shape {tuple(tensor.shape)}, strides "
             f"{tensor.stride()}): use push_pull(), or tensor.contiguous() as the tensor"

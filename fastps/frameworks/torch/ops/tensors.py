@@ -4,6 +4,12 @@
 The only place that maps torch's dtypes to wire codes. A view shares the tensor's memory and,
 because it is a NumPy array, keeps the storage alive and fixed in size while an operation is in
 flight. Holds no state; called from the thread that runs the operation.
+
+A tensor on a device, such as a GPU, is sent as one that is not contiguous is: as a copy, which
+sendable() makes, here in the host's memory. The way back is .to(tensor.device) for a new tensor,
+and write_over() for one that is there. These copies of torch block, and are ordered with the
+current stream of the device: what it was given before is in the copy, and what it is given later
+sees the result.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ def wire_dtype(dtype: torch.dtype, name: str) -> DType:
 
 
 def check_tensor(tensor: object, name: str) -> torch.Tensor:
-    """Return the tensor if its memory can be sent: dense, on the CPU, of a supported dtype."""
+    """Return the tensor if its elements can be sent: dense, of a supported dtype."""
     found = require_array(tensor, name)
     check_memory(found, name)
     wire_dtype(found.dtype, name)
@@ -62,7 +68,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Raise TypeError unless a tensor's elements are all in memory of this process."""
+    """Raise TypeError unless a tensor's elements are all here, on the CPU or a device."""
     if is_plain(tensor):
         return
     if tensor.is_nested:
@@ -91,10 +97,14 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is on meta and has no values: call "
             "module.to_empty(device='cpu') and initialise it first"
         )
-    if tensor.device.type != "cpu":
+
+
+def check_on_cpu(tensor: torch.Tensor, name: str, what: str) -> None:
+    """Raise TypeError for a tensor on a device; what: does not support it."""
+    if not (tensor.is_cpu or tensor.is_meta):
         raise TypeError(
-            f"tensor {name!r} is on {tensor.device}, and only CPU tensors are supported: use "
-            "tensor.cpu()"
+            f"tensor {name!r} is on {tensor.device}, and {what} supports tensors on the CPU only: "
+            "use tensor.cpu(), or a model on the CPU"
         )
 
 
@@ -104,17 +114,17 @@ def real_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sendable(tensor: torch.Tensor) -> bool:
-    """Return whether memory holds the elements' values contiguously, without lazy changes."""
+    """Return whether the host's memory holds the values contiguously, without lazy changes."""
     is_as_read = not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
-    return tensor.is_contiguous() and is_as_read
+    return tensor.is_cpu and tensor.is_contiguous() and is_as_read
 
 
 def sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without its graph and contiguous; a copy only where needed."""
+    """Return the tensor without its graph, contiguous, on the CPU; a copy only where needed."""
     plain = tensor.detach() if tensor.requires_grad else tensor
     if plain._is_zerotensor():  # of autograd: zeros without memory
-        return torch.zeros_like(plain)
-    return plain if is_sendable(plain) else plain.resolve_conj().resolve_neg().contiguous()
+        return torch.zeros_like(plain, device="cpu")
+    return plain if is_sendable(plain) else plain.resolve_conj().resolve_neg().contiguous().cpu()
 
 
 def check_writable(tensor: torch.Tensor, name: str) -> None:

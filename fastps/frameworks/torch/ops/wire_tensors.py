@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors that the operations of collectives.py send, and their results as users' tensors.
 
-Complex numbers travel as pairs of floats, and tensors that are not contiguous as copies. Threads:
-any.
+Complex numbers travel as pairs of floats; tensors that are not contiguous, or are on a device, as
+copies. Threads: any.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fastps.worker.handle import scale
 def wire_of(
     tensor: torch.Tensor, name: str | None, op: Op = Sum, *, factor: float = 1.0
 ) -> torch.Tensor:
-    """Return the tensor to send, times a factor: contiguous, complex as pairs of floats."""
+    """Return the tensor to send, times a factor: on the CPU, contiguous, complex as pairs."""
     label, plain = name or "tensor", require_array(tensor, name).detach()
     if plain.is_complex():
         if op not in (Sum, Average):
@@ -53,30 +53,33 @@ def target_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 
 
 def result_of(array: Array, wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an operation's result as a tensor like the user's."""
+    """Return an operation's result as a tensor like the user's, on its device."""
     found = tensor_over(array, wire.dtype)
-    return torch.view_as_complex(found) if tensor.is_complex() else found
+    if tensor.is_complex():
+        found = torch.view_as_complex(found)
+    return found if tensor.is_cpu else found.to(tensor.device)
 
 
 def stored(
     array: Array, wire: torch.Tensor, target: torch.Tensor, tensor: torch.Tensor
 ) -> torch.Tensor:
     """Write an operation's result to the user's tensor, unless it lies there; return that."""
-    if wire.data_ptr() != target.data_ptr():
-        write_over(target, result_of(array, wire, tensor))
-    else:
+    if target.is_cpu and wire.data_ptr() == target.data_ptr():
         mark_written(target)
+    else:
+        found = tensor_over(array, wire.dtype)
+        write_over(target, torch.view_as_complex(found) if tensor.is_complex() else found)
     return tensor
 
 
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return a tensor times a factor, ready to be sent: a new one, unless the factor is 1."""
+    """Return a tensor times a factor, on its device: a new one, unless the factor is 1."""
     if factor == 1.0:
         return tensor
     made = sendable(tensor).clone(memory_format=torch.contiguous_format)
     plain = real_of(made)
     scale(view_of(plain), WIRE_DTYPES[plain.dtype], factor)
-    return made
+    return made if tensor.is_cpu else made.to(tensor.device)
 
 
 def rows_of(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
