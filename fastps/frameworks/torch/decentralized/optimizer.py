@@ -11,6 +11,7 @@ Hooks run in the thread of forward and backward; everything else in the one that
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -223,6 +224,7 @@ class Algorithm:
         self.mixer = Mixer(optimizer, self.mixed_tensors(), f"{name}parameters")
         self._buffer_mixer = Mixer(optimizer, self.mixed_buffers(), f"{name}buffers")
         self._counts = dict.fromkeys(self.parameters, 0)
+        self._turn = threading.Lock()  # autograd has a thread for each device
         for parameter in self.parameters:
             hooked: Any = parameter  # torch's hooks have no types
             hooked.register_post_accumulate_grad_hook(self._count)
@@ -255,7 +257,7 @@ class Algorithm:
                 "step() after each, or raise num_steps_per_communication"
             )
         if self._counts[parameter] == self.passes:
-            with torch.no_grad():
+            with self._turn, torch.no_grad():
                 self.ready(parameter)
 
     def is_due(self) -> bool:

@@ -76,7 +76,7 @@ class FlatWindow:
         """
         changes = []
         if self._moves:
-            changes = [one - piece for one, piece in self.parts(self.flat)]
+            changes = [one - piece.to(one.device) for one, piece in self.parts(self.flat)]
         table = current().groups.windows
         own, weights = table.weights_of_those_left(self.name)
         table.update(

@@ -5,8 +5,9 @@ Decides where gradients lie in memory and copies them to and from the arrays tha
 no communication. There are two kinds with one interface. A FlatBucket owns an array, in shared
 memory where the session has some, with one slot per gradient. As a view, a slot *is* p.grad:
 autograd adds to it in place, and a new tensor of autograd (after p.grad was None) is copied into
-it once. Otherwise gradients are copied in and out, and cast if the slots have a half type. A
-LooseGradient sends p.grad itself, or the compressed p.grad.
+it once. Otherwise gradients are copied in and out, and cast if the slots have a half type; so are
+all on a device. A LooseGradient sends p.grad itself, or the compressed p.grad, or a copy on the
+host.
 
 load() takes p.grad as it is then; between load() and store() it must not change, and store()
 checks that. A tensor may get other memory and stay the same object (p.grad.data = x,
@@ -29,6 +30,7 @@ from fastps.frameworks.torch.ops.compression import Compressor
 from fastps.frameworks.torch.ops.tensors import (
     Array,
     check_tensor,
+    copy_each,
     is_sendable,
     make_room,
     mark_written,
@@ -119,6 +121,7 @@ class FlatBucket:
         self._skipped: set[int] = set()  # frozen ones: zeros are sent, nothing is written
         self._left_out: frozenset[int] = frozenset()  # sparse ones, which travel as rows
         self._copied: dict[int, _Copied] = {}
+        self._copy_each: Callable[..., object] = torch._foreach_copy_
         self._can_be_view = [
             is_view and parameter.dtype is dtype and is_sendable(parameter)
             for parameter in parameters
@@ -158,6 +161,7 @@ class FlatBucket:
             self._renew_slots()
         self._copied.clear()
         self._skipped.clear()
+        self._copy_each = torch._foreach_copy_
         found: list[tuple[int, torch.Tensor]] = []
         for place, (parameter, slot) in enumerate(zip(self.parameters, self._slots, strict=True)):
             gradient = parameter.grad
@@ -170,6 +174,7 @@ class FlatBucket:
             if gradient is not None and parameter.requires_grad:
                 if gradient.layout is not torch.strided or not gradient.is_cpu:  # the quick test
                     check_tensor(gradient, self._names[place])
+                    self._copy_each = copy_each
                 found.append((place, gradient))
                 continue
             slot.zero_()
@@ -190,9 +195,9 @@ class FlatBucket:
                 self._slots[place] = fresh[place]
 
     def _take(self, found: Sequence[tuple[int, torch.Tensor]], memory: Memory) -> None:
-        """Copy gradients into their slots, all in one call."""
+        """Copy gradients into their slots, in one call if all are on the CPU."""
         with torch.no_grad():
-            torch._foreach_copy_(
+            self._copy_each(
                 [self._slots[place] for place, _ in found], [gradient for _, gradient in found]
             )
         for place, gradient in found:
@@ -204,13 +209,16 @@ class FlatBucket:
         if self._can_be_view[place] and (gradient is None or not gradient.requires_grad):
             try:
                 parameter.grad = self._slots[place]
+                return
             except RuntimeError:
                 _check_kind(self._names[place], self._kind, parameter)
-                raise
-            return
+                if parameter.is_cpu:  # else the module was moved to a device
+                    raise
         _check_kind(self._names[place], self._kind, parameter)
         if gradient is None:
             gradient = parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+            if not gradient.is_cpu:
+                self._copy_each = copy_each
         self._copied[place] = _note(gradient, self._names[place], memory)
 
     def store(self) -> None:
@@ -224,7 +232,7 @@ class FlatBucket:
         torch.autograd.graph.increment_version(self._slots)
         if self._copied:
             with torch.no_grad():
-                torch._foreach_copy_(
+                self._copy_each(
                     [copied.gradient for copied in self._copied.values()],
                     [self._slots[place] for place in self._copied],
                 )
@@ -295,6 +303,8 @@ class LooseGradient:
         if not _is_same(self._parameter.grad, copied):
             raise _changed(self.name)
         if not is_in_place:
+            if not copied.gradient.is_cpu:
+                wire = wire.to(copied.gradient.device)
             with torch.no_grad():
                 real_of(copied.gradient).copy_(self._compression.decompress(wire, context))
         else:

@@ -18,10 +18,10 @@ import dataclasses
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -42,6 +42,8 @@ from fastps.types import Op
 
 if TYPE_CHECKING:
     from fastps.session.session import Session
+
+Device: TypeAlias = int | str | torch.device
 
 _TWICE = (
     "one backward pass reaches the parameter several times, as through a checkpoint that "
@@ -216,8 +218,9 @@ class DistributedDataParallel(torch.nn.Module):
     buffers. compression, op, rule, gradient_views, bucket_bytes, sparse_as_dense and process_set,
     whose first member replaces rank 0, are those of DistributedOptimizer. Torch's names
     bucket_cap_mb (bucket_bytes in MiB) and gradient_as_bucket_view (gradient_views=True) mean the
-    same, and static_graph is accepted and not needed. Gradients accumulate over several backward
-    passes as without this class, with no_sync() at the cost of one exchange.
+    same, and static_graph is accepted and not needed. device_ids and output_device may name the
+    device that the module is on; inputs are not moved there. Gradients accumulate over several
+    backward passes as without this class, with no_sync() at the cost of one exchange.
 
     The next forward pass raises FastPSError if the module has new parameters (a layer was
     replaced, load_state_dict(assign=True)): wrap it again then. Use fastps.torch.SyncBatchNorm
@@ -240,8 +243,8 @@ class DistributedDataParallel(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
-        device_ids: None = None,
-        output_device: None = None,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
         *,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
@@ -260,12 +263,8 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch module, not {type(module).__name__}")
-        if device_ids or output_device is not None:
-            raise ValueError(
-                f"only modules on the CPU are supported, got {device_ids=} and {output_device=}: "
-                "leave both out"
-            )
         _check_kinds(module)
+        _check_devices(module, device_ids, output_device)
         lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
         if lazy:
             raise ValueError(
@@ -405,6 +404,27 @@ def _check_kinds(module: torch.nn.Module) -> None:
                 f"{name or 'the module'!r} is torch's SyncBatchNorm, which does not train on the "
                 "CPU: use fastps.torch.SyncBatchNorm.convert_sync_batchnorm(module)"
             )
+
+
+def _check_devices(
+    module: torch.nn.Module, device_ids: Sequence[Device] | None, output_device: Device | None
+) -> None:
+    """Raise ValueError for another device than the one that the whole module is on."""
+    given = [*(device_ids or ()), *(() if output_device is None else (output_device,))]
+    places = {parameter.device for parameter in module.parameters()}
+    if not all(_is_device(one, place) for one in given for place in places):
+        raise ValueError(
+            f"{device_ids=} and {output_device=} must name the one device of the module, whose "
+            f"parameters are on {', '.join(sorted(map(str, places)))}: leave both out, or move "
+            "the module before"
+        )
+
+
+def _is_device(given: Device, device: torch.device) -> bool:
+    if isinstance(given, int):
+        return device.type != "cpu" and given == device.index
+    wanted = torch.device(given)
+    return wanted.type == device.type and wanted.index in (None, device.index)
 
 
 def _leaves_of(outputs: Any) -> Iterator[torch.Tensor]:

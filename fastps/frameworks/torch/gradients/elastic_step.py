@@ -179,7 +179,7 @@ class ElasticBuffers(BufferSync):
         hold in the end; a lost root leaves only slots half written.
         """
         while True:
-            torch._foreach_copy_(self._slots, tensors)
+            self._copy_each(self._slots, tensors)
             try:
                 super()._copy(session, root_rank, tensors)
             except RootLostError:

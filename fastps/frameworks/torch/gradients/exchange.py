@@ -4,14 +4,16 @@
 A hook on each parameter starts the push_pull of its bucket as soon as the bucket's gradients are
 ready; finish() sends the missing buckets and waits for all, without the GIL. Invariants: every
 rank sends every bucket exactly once per round (zeros for parameters that this rank did not use),
-and a write to a gradient in flight is noticed. Hooks run in the thread that runs backward;
-everything else in the thread that steps; the two must not overlap.
+and a write to a gradient in flight is noticed. Hooks run in the thread that runs backward, of
+which autograd has one for each device, and then by turns; everything else in the thread that
+steps; the two must not overlap.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -151,6 +153,7 @@ class GradientExchange:
         """Exchange the gradients of more parameters; declares them in one call."""
         for parameter, name in zip(parameters, names, strict=True):
             check_tensor(real_of(parameter), name)
+        self._use_turns({one.device for one in (*self._parameters, *parameters)})
         full = [self._prefix + name for name in names]
         check_alike(
             self._describe(parameters, full), f"{self._prefix}parameters", self._process_set
@@ -169,6 +172,13 @@ class GradientExchange:
         self.round.extend(names, plan)
         self._knows_sparse = self._sparse_as_dense
         self._hook_trainable()
+
+    def _use_turns(self, devices: Collection[torch.device]) -> None:
+        """Let hooks run by turns if parameters are on several devices."""
+        kind = type(self)
+        if len(devices) > 1 and not issubclass(kind, _ByTurns):
+            self.__class__ = type(f"{kind.__name__}ByTurns", (_ByTurns, kind), {})  # type: ignore[assignment]
+            self._turn = threading.RLock()
 
     @property
     def _hook_function(self) -> Callable[..., None]:
@@ -612,6 +622,20 @@ class GradientExchange:
             **options,
             **self._rate(),
         )
+
+
+class _ByTurns:
+    """What parameters on several devices need; comes before the class of the exchange."""
+
+    _turn: Any  # a lock, held by a thread of autograd
+
+    def on_gradient(self, index: int) -> None:
+        with self._turn:
+            super().on_gradient(index)  # type: ignore[misc]
+
+    def _begin(self) -> None:
+        with self._turn:
+            super()._begin()  # type: ignore[misc]
 
 
 def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:

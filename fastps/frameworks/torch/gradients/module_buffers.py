@@ -11,6 +11,7 @@ point.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from fastps.frameworks.torch.gradients.buckets import ALIGNMENT
 from fastps.frameworks.torch.ops.tensors import (
     Array,
     check_memory,
+    copy_each,
     free_name,
     make_room,
     tensor_over,
@@ -74,6 +76,7 @@ class BufferSync:
         self._label = ""
         self._array: Array
         self._slots: list[torch.Tensor] = []
+        self._copy_each: Callable[..., object] = torch._foreach_copy_
 
     def check_alike(self) -> None:
         """Raise MismatchError on all ranks that names the first buffer that differs."""
@@ -97,6 +100,8 @@ class BufferSync:
         if not found:
             return
         tensors = [buffer for _, _, buffer in found]
+        is_here = all(tensor.is_cpu for tensor in tensors)
+        self._copy_each = torch._foreach_copy_ if is_here else copy_each
         if not self._slots:
             self._make_slots(session, tensors)
         with torch.no_grad():
@@ -106,7 +111,7 @@ class BufferSync:
     def _copy(self, session: Session, root_rank: int, tensors: list[torch.Tensor]) -> bool:
         """Fill the slots with the root's buffers; return whether those may be others."""
         if session.rank == root_rank:
-            torch._foreach_copy_(self._slots, tensors)
+            self._copy_each(self._slots, tensors)
         if self._process_set is global_process_set:
             session.broadcast_async(self._array, root_rank, self._label).wait()
         else:
@@ -149,10 +154,10 @@ class BufferSync:
             if isinstance(owner, _NormBase) and owner.training:
                 targets.append(tensor.data)
                 sources.append(slot)
-            elif not torch.equal(tensor, slot):
+            elif not torch.equal(tensor, slot.to(tensor.device)):
                 write_over(tensor, slot)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            self._copy_each(targets, sources)
 
 
 def _described(found: list[_Buffer]) -> list[Entry]:

@@ -28,6 +28,8 @@ from fastps.worker.handle import Handle
 
 WIRE_DTYPES = {getattr(torch, code.name.lower()): code for code in DType}
 
+_synchronize = getattr(torch, "accelerator", torch.cuda).synchronize  # torch 2.5 has only cuda's
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 Array = NDArray[np.generic]
@@ -125,6 +127,18 @@ def sendable(tensor: torch.Tensor) -> torch.Tensor:
     if plain._is_zerotensor():  # of autograd: zeros without memory
         return torch.zeros_like(plain, device="cpu")
     return plain if is_sendable(plain) else plain.resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors into others, some of which are on a device.
+
+    Gradients that hooks have seen may come from several streams of a device, and copies are
+    ordered with one; so the device completes what it was given before.
+    """
+    for device in {source.device for source in sources if not source.is_cpu}:
+        _synchronize(device)
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def check_writable(tensor: torch.Tensor, name: str) -> None:

@@ -65,7 +65,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
                 f"{self._label}{dtype}",
             )  # fmt: skip
             for place, array in zip(places, sums, strict=True):
-                found[place] = tensor_over(array, dtype)
+                found[place] = tensor_over(array, dtype).to(packed[place][0].device)
         return [
             self._compression.decompress(one, context)
             for one, (_, context) in zip(found, packed, strict=True)

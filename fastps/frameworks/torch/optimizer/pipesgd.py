@@ -42,7 +42,7 @@ class PipedBucket(FlatBucket):
     def take(self) -> list[torch.Tensor]:
         """Return copies of the slots, in the dtypes of the parameters."""
         pairs = zip(self._slots, self.parameters, strict=True)
-        return [slot.to(parameter.dtype, copy=True) for slot, parameter in pairs]
+        return [slot.to(parameter.device, parameter.dtype, copy=True) for slot, parameter in pairs]
 
     def put(self) -> None:
         """Fill the slots with the gradients, zeros where there are none."""

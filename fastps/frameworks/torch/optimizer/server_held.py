@@ -57,13 +57,13 @@ class HeldTensors:
         """Start to push the change since `before`, which is overwritten by it."""
         for parameter, old in zip(self.parameters, before, strict=True):
             torch.sub(parameter.detach(), old, out=old)
-        deltas = [view_of(delta) for delta in before]
+        deltas = [view_of(sendable(delta)) for delta in before]
         return self._server.push_async(deltas, learning_rate=rate)
 
     def take(self) -> None:
         """Take the servers' values as the parameters."""
         for parameter, buffer in zip(self.parameters, self._buffers, strict=True):
-            if buffer.data_ptr() == parameter.data_ptr():
+            if parameter.is_cpu and buffer.data_ptr() == parameter.data_ptr():
                 mark_written(parameter)
             else:
                 parameter.copy_(buffer)

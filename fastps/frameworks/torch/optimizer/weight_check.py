@@ -114,7 +114,7 @@ def fingerprint(parameters: Sequence[torch.Tensor]) -> Prints:
     first = second = 0
     for parameter in parameters:
         if parameter.layout is torch.strided and not parameter.is_complex():
-            flat = parameter.detach().contiguous().reshape(-1)
+            flat = parameter.detach().contiguous().reshape(-1).cpu()
             data: Any = flat.view(torch.uint8).numpy()
             first, second = zlib.crc32(data, first), zlib.adler32(data, second)
     return [first >> 1 | 1, second % MAX_PRINT]
