@@ -7,7 +7,7 @@ understands are aliases in the table of settings. Pure.
 
 from __future__ import annotations
 
-_GPU = "nothing: tensors of a GPU are refused, and there is no NCCL"
+_GPU = "nothing: there is no NCCL; tensors on a GPU are copied through the host"
 _RDMA = "the rdma_ settings, as FASTPS_RDMA_PINNED_BYTES; queue depths are chosen"
 _UCX = "FASTPS_TRANSPORT=rdma; there is no UCX"
 _ZMQ = "FASTPS_IO_THREADS and FASTPS_LINKS_PER_PEER; there is no ZeroMQ"
