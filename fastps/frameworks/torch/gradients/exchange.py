@@ -177,7 +177,7 @@ class GradientExchange:
         """Let hooks run by turns if parameters are on several devices."""
         kind = type(self)
         if len(devices) > 1 and not issubclass(kind, _ByTurns):
-            self.__class__ = type(f"{kind.__name__}ByTurns", (_ByTurns, kind), {})  # type: ignore[assignment]
+            self.__class__ = type(f"{kind.__name__}ByTurns", (_ByTurns, kind), {})
             self._turn = threading.RLock()
 
     @property
