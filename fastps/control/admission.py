@@ -42,7 +42,7 @@ class Peer:
     starved_until: float = 0.0  # when its silence counts, though it only waits for a processor
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     hearing: Inquest | None = None  # while others are asked whether they reach it as another says
-    n_disputes: int = 0  # in which its word stood against another's
+    is_doubted: bool = False  # one that contradicted it was lost, and nothing showed who lied
     ended: str = ""  # how, if its connection has ended and its launcher may know more
     ended_until: float = 0.0  # when that counts
 

@@ -3,9 +3,16 @@
 
 A part of the Membership. One member's word is no verdict: two that say the same are, and so is the
 silence of the one that they name. Others are asked whether they reach it. If it lives and nobody
-else misses it, one of the two is at fault, and nothing shows which. Then the one whose word stood
-against others' more often is lost, else the reporter. So a liar that reports others loses itself,
-and one that cuts its links in silence has one honest member lost before it is lost.
+else misses it, one of the two is at fault, and nothing shows which. Then the reporter is lost, and
+the other is doubted: in its next dispute with one that is not doubted, it is lost. So a liar that
+reports others loses itself, and one that cuts its links in silence has one honest member lost
+before it is lost.
+
+Several liars can say the same, so one of those that were believed is doubted too, and who is
+doubted does not count among several. That bounds them. A member that is heard is lost on words
+only if it is doubted, or if another that contradicts it is doubted from then on. One of these two
+lies or cuts links, and nobody is in two such pairs. So as many honest members are lost as there
+are liars, at most.
 
 In an elastic job a member ends all its links when one has ended, so others miss it too. What it
 reports itself comes first: that explains what others say of it. A member that the job needs stays.
@@ -13,6 +20,8 @@ Where a loss ends the job, the report stands as the cause. Pure.
 """
 
 from __future__ import annotations
+
+from collections.abc import Container
 
 from fastps.config import Config
 from fastps.control.admission import Peer
@@ -93,15 +102,17 @@ class TestimonyMixin:
             silent_s = self._silent_s(member, now)
             if one.until > now:
                 self._suspicions.postpone(item, one.until)
-            elif silent_s >= MISSED_BEATS * beat_s or self._is_denied(member):
+            elif silent_s >= MISSED_BEATS * beat_s:
                 self._lose_suspect(one, now)
+            elif words := self._denials(member):
+                self._believe(words, one, now)
             elif silent_s >= now - one.since:  # no heartbeat since then: its lease may end soon
                 self._suspicions.postpone(item, now + beat_s)
             else:
                 continue
             return
-        if self._is_missed(first.suspect):
-            self._lose_suspect(first, now)
+        if words := self._misses(first.suspect):
+            self._believe(words, first, now)
         else:
             self._judge_words(first, now)
 
@@ -118,14 +129,27 @@ class TestimonyMixin:
             seen.add(own.suspect)
             item = own
 
-    def _is_denied(self, member: Peer) -> bool:
-        """Return whether others that were asked do not reach a member."""
-        return member.hearing is not None and len(member.hearing.denied_by()) >= VOTES
+    def _denials(self, member: Peer) -> list[Peer]:
+        """Return those that were asked and do not reach a member, if they are enough."""
+        return self._several(member.hearing.denied_by() if member.hearing else [])
 
-    def _is_missed(self, peer: int) -> bool:
-        """Return whether several miss a member, and it misses nobody."""
-        is_accused = len(self._suspicions.accusers(peer)) >= VOTES
-        return is_accused and self._suspicions.by(peer) is None
+    def _misses(self, peer: int) -> list[Peer]:
+        """Return those that miss a member which misses nobody, if they are enough."""
+        is_accuser = self._suspicions.by(peer) is not None
+        return self._several([] if is_accuser else self._suspicions.accusers(peer))
+
+    def _several(self, peers: Container[int]) -> list[Peer]:
+        """Return the members among some whose words count together; none if they are too few."""
+        found = [one for one in self._peers.values() if one.peer in peers and not one.is_doubted]
+        return found if len(found) >= VOTES else []
+
+    def _believe(self, words: list[Peer], item: Suspicion, now: float) -> None:
+        """Lose the suspect of a report on the word of several; if it is heard, doubt one."""
+        suspect = self._peers[item.suspect]
+        is_heard = self._silent_s(suspect, now) < max(now - item.since, pulse_s(self._config))
+        if is_heard and not suspect.is_doubted:
+            words[0].is_doubted = True
+        self._lose_suspect(item, now)
 
     def _judge_words(self, item: Suspicion, now: float) -> None:
         """Lose one of two members of which only one misses the other, or each the other."""
@@ -134,9 +158,9 @@ class TestimonyMixin:
         if counter is not None and is_mutual and counter.since < item.since:
             item = counter
         suspect, reporter = self._peers[item.suspect], self._peers[item.reporter]
-        is_worse = suspect.n_disputes > reporter.n_disputes
-        suspect.n_disputes += 1
-        reporter.n_disputes += 1
+        is_worse = suspect.is_doubted and not reporter.is_doubted
+        if not (suspect.is_doubted or reporter.is_doubted):
+            suspect.is_doubted = reporter.is_doubted = True  # the one of them that stays
         is_needed = [one.join.role != "worker" and self._goes_on for one in (suspect, reporter)]
         if is_needed[0] != is_needed[1]:
             is_worse = is_needed[1]

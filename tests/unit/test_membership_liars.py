@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One member that lies has no honest one lost, in jobs that go on after a loss."""
+"""What members that lie can do to honest ones, in jobs that go on after a loss.
+
+One has no honest member lost by what it says, and one by links that it cuts. Several have as many
+lost as they are, at most.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import pytest
 from control_driver import Driver
@@ -24,6 +29,8 @@ from fastps.control.protocol import (
 )
 
 SIZE = 5
+LEASE_S = 5.0
+SOON_S = 1e-3  # between two messages
 LIAR = 2  # its rank
 KINDS = {"elastic": {"elastic_min": 1}, "reweight": {}}
 OTHERS = [rank for rank in range(SIZE) if rank != LIAR]
@@ -32,13 +39,17 @@ OTHERS = [rank for rank in range(SIZE) if rank != LIAR]
 class Job:
     """A job of workers that answer as they should; those of a view await the next one."""
 
-    def __init__(self, kind: str, *, servers: int = 0) -> None:
-        self.kind = kind
-        self.driver = Driver(size=SIZE, num_servers=servers, lease_s=5, **KINDS[kind])
+    def __init__(
+        self, kind: str, *, servers: int = 0, size: int = SIZE, liars: Collection[int] = (LIAR,)
+    ) -> None:
+        self.kind, self.size, self.liars = kind, size, liars
+        self.dead: set[int] = set()  # silent
+        self.claim: int | None = None  # what liars say of all that they are asked about
+        self.driver = Driver(size=size, num_servers=servers, lease_s=LEASE_S, **KINDS[kind])
         for _ in range(servers):
             self.driver.enter("server")
         goes_on = kind == "reweight"
-        self.peers = [self.driver.enter(goes_on=goes_on, cookie=b"c" * 32) for _ in range(SIZE)]
+        self.peers = [self.driver.enter(goes_on=goes_on, cookie=b"c" * 32) for _ in range(size)]
         self.answered: dict[int, int] = {}
         self.driver.keep_alive()
 
@@ -47,7 +58,11 @@ class Job:
 
     @property
     def lost(self) -> list[int]:
-        return [rank for rank in range(SIZE) if not self.lives(rank)]
+        return [rank for rank in range(self.size) if not self.lives(rank)]
+
+    @property
+    def honest_lost(self) -> set[int]:
+        return set(self.lost) - set(self.liars) - self.dead
 
     def number(self, rank: int) -> int | None:
         """Return the number of a worker in the view that runs."""
@@ -58,22 +73,30 @@ class Job:
             message = ReportLost(self.number(suspect) or 0, cause)
             self.driver.say(self.peers[reporter], message)
             self.answer()
+            self.driver.advance(SOON_S)
 
     def answer(self, *, apart_from: int | None = None) -> None:
-        """Let workers answer questions about others, which all live, and come to the next view."""
-        for rank in range(SIZE):
+        """Let workers answer questions about others, and come to the next view."""
+        for rank in range(self.size):
             peer = self.peers[rank]
             for message in self.driver.sent[peer][self.answered.get(peer, 0) :]:
-                if isinstance(message, Confirm) and rank != LIAR:
-                    self.driver.say(peer, Confirmed(message.suspect, 1))
-                elif isinstance(message, ViewLost) and message.survives and rank != apart_from:
+                if isinstance(message, Confirm) and rank not in self.dead:
+                    is_dead = self.peers.index(message.suspect) in self.dead
+                    truth = None if is_dead else 1
+                    said = self.claim if rank in self.liars else truth
+                    self.driver.say(peer, Confirmed(message.suspect, said))
+                elif rank == apart_from or rank in self.dead:
+                    continue
+                elif isinstance(message, ViewLost) and message.survives:
                     self.driver.wait(peer)
             self.answered[peer] = len(self.driver.sent[peer])
 
     def live(self, seconds: float = 2.0) -> None:
-        """Let time pass in which all send heartbeats."""
+        """Let time pass in which all that live send heartbeats."""
         for _ in range(round(seconds / 0.25)):
-            self.driver.keep_alive()
+            for peer, _, _ in self.driver.machine.members():
+                if peer not in [self.peers[rank] for rank in self.dead]:
+                    self.driver.machine.pulse(peer, self.driver.now)
             self.driver.advance(0.25)
             self.answer()
 
@@ -158,11 +181,8 @@ class TestReports:
         job = Job("elastic")
         job.report(3, 0)
         job.report(0, 1, "retries exceeded")
-        for _ in range(8):
-            for rank in (0, 2, 3, 4):
-                job.driver.machine.pulse(job.peers[rank], job.driver.now)
-            job.driver.advance(0.25)
-            job.answer()
+        job.dead = {1}
+        job.live()
         assert job.lost == [1]
 
     def test_a_member_does_not_speak_as_a_launcher(self, job):
@@ -178,6 +198,64 @@ class TestReports:
         for number in range(100):
             job.report(LIAR, number % 2, f"reset {number}")
         assert len(job.driver.machine._suspicions._all) == 2
+
+
+@pytest.fixture(params=[(5, (2, 4)), (9, (2, 5)), (9, (1, 4, 8))], ids=str)
+def size_and_liars(request: pytest.FixtureRequest) -> tuple[int, tuple[int, ...]]:
+    return request.param
+
+
+class TestSeveralLiars:
+    """They have fewer honest members lost than they are, or as many with links that they cut."""
+
+    @pytest.fixture
+    def job(self, kind: str, size_and_liars: tuple[int, tuple[int, ...]]) -> Job:
+        size, liars = size_and_liars
+        return Job(kind, size=size, liars=liars)
+
+    @pytest.fixture(params=KINDS)
+    def kind(self, request: pytest.FixtureRequest) -> str:
+        return request.param
+
+    def honest(self, job: Job) -> list[int]:
+        return [rank for rank in range(job.size) if rank not in job.liars]
+
+    def test_that_report_all_others_one_after_the_other(self, job):
+        for rank in self.honest(job):
+            for liar in job.liars:
+                job.report(liar, rank)
+            job.live()
+        assert len(job.honest_lost) < len(job.liars)
+        assert job.driver.machine.phase is Phase.RUNNING
+
+    def test_that_report_all_others_at_once(self, job):
+        for _ in range(job.size):
+            for rank in self.honest(job):
+                for liar in job.liars:
+                    job.report(liar, rank)
+            job.live()
+        assert len(job.honest_lost) < len(job.liars)
+        assert set(job.liars) <= set(job.lost)
+
+    def test_of_which_one_reports_and_others_say_the_same_when_they_are_asked(self, job):
+        for rank in self.honest(job) * 2:
+            for liar in job.liars:
+                job.report(liar, rank)
+                job.live()
+        assert len(job.honest_lost) < len(job.liars)
+        assert set(job.liars) <= set(job.lost)
+
+    def test_that_cut_links_and_say_to_reach_no_victim(self, job):
+        """Where there are views, a victim ends all its links, so that others report it too."""
+        for victim in self.honest(job):
+            liar = next(filter(job.lives, job.liars), None)
+            if liar is None:
+                break
+            for rank in set(self.honest(job)) - {victim} if job.kind == "elastic" else ():
+                job.report(rank, victim)
+            job.report(victim, liar)
+            job.live()
+        assert len(job.honest_lost) <= len(job.liars)
 
 
 def test_a_server_that_the_job_needs_stays():
@@ -243,6 +321,7 @@ class LiarMachine(RuleBasedStateMachine):
         return self.job.lives(LIAR)
 
     def say(self, message: object) -> None:
+        self.job.driver.advance(SOON_S)
         self.job.driver.say(self.job.peers[LIAR], message)
         self.job.answer(apart_from=None if self.comes else LIAR)
 
@@ -287,7 +366,9 @@ class LiarMachine(RuleBasedStateMachine):
     )
     def cut_a_link(self, rank: int, others: list[int], is_first: bool) -> None:
         """Where there are views, who loses a link ends all, and others report it too."""
-        if not self.job.lives(rank) or self.job.driver.machine.phase is not Phase.RUNNING:
+        self.job.live(0.25 * (not is_first))  # no liar knows in which order messages arrive
+        is_over = self.job.driver.machine.phase is not Phase.RUNNING
+        if is_over or not (self.job.lives(rank) and self.is_liar_there()):
             return
         self.cut.add(rank)
         reports = [(rank, LIAR)]
@@ -295,6 +376,7 @@ class LiarMachine(RuleBasedStateMachine):
             reports += [(other, rank) for other in others if other != rank]
         for reporter, suspect in reports if is_first else reversed(reports):
             self.job.report(reporter, suspect)
+        self.job.live(0.25 * (not is_first))
 
     @rule(comes=st.booleans())
     def come_or_not(self, comes: bool) -> None:
