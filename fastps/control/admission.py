@@ -40,6 +40,7 @@ class Peer:
     seen: str = ""  # what its silent thread did when the scheduler last looked
     seen_since: float = 0.0  # when it was first seen in this state
     starved_until: float = 0.0  # when its silence counts, though it only waits for a processor
+    unheard_s: float = 0.0  # before its lease began anew without a heartbeat
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     hearing: Inquest | None = None  # while others are asked whether they reach it as another says
     is_doubted: bool = False  # one that contradicted it was lost, and nothing showed who lied

@@ -87,6 +87,7 @@ class SilenceMixin:
         if member is None:
             return False
         self._renew(member, now)
+        member.unheard_s = 0.0
         return True
 
     def delayed(self, seconds: float) -> None:
@@ -158,6 +159,7 @@ class SilenceMixin:
                 "heartbeats of %s do not arrive, but others reach it: its path to the scheduler "
                 "is cut, or it gets no processor in time", member.full_name,
             )  # fmt: skip
+            member.unheard_s = self._unheard_s(member, now)
             self._renew(member, now)
             member.is_cut = True
             return False
@@ -248,12 +250,17 @@ class SilenceMixin:
         return text + unreached_text([self._peers[p].name for p in denied if p in self._peers])
 
     def _silent_s(self, member: Peer, now: float) -> float:
+        """Return for how long a member's lease has run."""
         return now - member.lease_until + self._config.lease_s
+
+    def _unheard_s(self, member: Peer, now: float) -> float:
+        """Return for how long a member has been silent, though others may reach it."""
+        return member.unheard_s + self._silent_s(member, now)
 
     def _life_text(self, peer: int, now: float) -> str:
         """Return the text about a suspect's heartbeats."""
         member = self._peers.get(peer)
-        silent_s = self._silent_s(member, now) if member else 0.0
+        silent_s = self._unheard_s(member, now) if member else 0.0
         return life_text(silent_s, beat_s=pulse_s(self._config))
 
     def _give_up(self, member: Peer, message: Unheard, now: float) -> None:

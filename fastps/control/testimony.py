@@ -57,7 +57,7 @@ class TestimonyMixin:
     def _life_text(self, peer: int, now: float) -> str:
         raise NotImplementedError
 
-    def _silent_s(self, member: Peer, now: float) -> float:
+    def _unheard_s(self, member: Peer, now: float) -> float:
         raise NotImplementedError
 
     def _begin_inquest(self, member: Peer, now: float, *, apart_from: int = 0) -> Inquest:
@@ -99,7 +99,7 @@ class TestimonyMixin:
         beat_s, first = pulse_s(self._config), self._origin(item)
         for one in (item, first):
             member = self._peers[one.suspect]
-            silent_s = self._silent_s(member, now)
+            silent_s = self._unheard_s(member, now)
             if one.until > now:
                 self._suspicions.postpone(item, one.until)
             elif silent_s >= MISSED_BEATS * beat_s:
@@ -146,7 +146,7 @@ class TestimonyMixin:
     def _believe(self, words: list[Peer], item: Suspicion, now: float) -> None:
         """Lose the suspect of a report on the word of several; if it is heard, doubt one."""
         suspect = self._peers[item.suspect]
-        is_heard = self._silent_s(suspect, now) < max(now - item.since, pulse_s(self._config))
+        is_heard = self._unheard_s(suspect, now) < max(now - item.since, pulse_s(self._config))
         if is_heard and not suspect.is_doubted:
             words[0].is_doubted = True
         self._lose_suspect(item, now)

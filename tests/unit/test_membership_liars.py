@@ -257,6 +257,16 @@ class TestSeveralLiars:
             job.live()
         assert len(job.honest_lost) <= len(job.liars)
 
+    def test_have_nobody_lost_for_a_silent_member_that_they_say_to_reach(self, kind):
+        """A report of an honest member has it lost, though its lease began anew meanwhile."""
+        job = Job(kind, liars=(0, 1))
+        job.claim = 1
+        job.dead = {4}
+        job.live(LEASE_S - 1.0)
+        job.report(3, 4)
+        job.live(3.0)
+        assert job.lost == [4]
+
 
 def test_a_server_that_the_job_needs_stays():
     job = Job("reweight", servers=1)
