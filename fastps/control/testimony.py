@@ -21,6 +21,7 @@ Where a loss ends the job, the report stands as the cause. Pure.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container
 
 from fastps.config import Config
@@ -120,14 +121,21 @@ class TestimonyMixin:
         self._drop(item.suspect, f"{item.text}; {self._life_text(item.suspect, now)}", now)
 
     def _origin(self, item: Suspicion) -> Suspicion:
-        """Return the report that explains another: what its suspect reported, and so on."""
-        seen = {item.suspect}
+        """Return the report that explains another: what its suspect reported, and so on.
+
+        Where this leads back to a report, one of these is a lie. An honest member reports what
+        befell it before others report what it did then. So the lie is near the report whose
+        suspect reported something itself only long after.
+        """
+        chain = [item]
         while True:
-            own = self._suspicions.by(item.suspect)
-            if own is None or own.suspect in seen or own.suspect not in self._peers:
-                return item
-            seen.add(own.suspect)
-            item = own
+            own = self._suspicions.by(chain[-1].suspect)
+            if own is None or own.suspect not in self._peers:
+                return chain[-1]
+            if own in chain:
+                circle = itertools.pairwise([*chain[chain.index(own) :], own])
+                return max(circle, key=lambda pair: pair[1].since - pair[0].since)[0]
+            chain.append(own)
 
     def _denials(self, member: Peer) -> list[Peer]:
         """Return those that were asked and do not reach a member, if they are enough."""

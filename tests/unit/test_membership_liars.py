@@ -8,13 +8,14 @@ lost as they are, at most.
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Collection
 
 import pytest
 from control_driver import Driver
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastps.control.actions import Phase
 from fastps.control.protocol import (
@@ -33,6 +34,7 @@ LEASE_S = 5.0
 SOON_S = 1e-3  # between two messages
 LIAR = 2  # its rank
 KINDS = {"elastic": {"elastic_min": 1}, "reweight": {}}
+PICK = st.integers(0, 8)
 OTHERS = [rank for rank in range(SIZE) if rank != LIAR]
 
 
@@ -168,6 +170,17 @@ class TestReports:
             job.live()
         assert len(job.lost) == 2
         assert LIAR in job.lost
+
+    @pytest.mark.parametrize("lie", [0, 1, 2])
+    def test_a_liar_makes_no_circle_of_reports_that_has_others_lost(self, lie):
+        """It reports the one that misses its victim, before, between or after their reports."""
+        job = Job("elastic")
+        reports = [(0, LIAR), (1, 0)]
+        reports.insert(lie, (LIAR, 1))
+        for reporter, suspect in reports:
+            job.report(reporter, suspect)
+        job.live()
+        assert set(job.lost) < {0, LIAR}
 
     def test_reports_of_one_that_died_meanwhile_count_no_more(self, job):
         job.report(LIAR, 0)
@@ -409,7 +422,134 @@ class ReweightLiarMachine(LiarMachine):
     kind = "reweight"
 
 
+class SeveralLiarsMachine(RuleBasedStateMachine):
+    """Several workers lie together, links break only where they cut them, and workers die."""
+
+    kind = "elastic"
+
+    @initialize(size=st.integers(4, 9), data=st.data())
+    def begin(self, size: int, data: st.DataObject) -> None:
+        ranks = st.integers(0, size - 1)
+        self.liars = data.draw(st.sets(ranks, min_size=1, max_size=(size - 1) // 2))
+        self.job = Job(self.kind, size=size, liars=self.liars)
+        self.missed: dict[int, float] = {}  # since when links of silent members have ended
+        self.silent: list[int] = []
+
+    def rank(self, pick: int, *, lies: bool | None = None) -> int | None:
+        """Return a worker that lives, if there is one; lies: only liars, or only honest ones."""
+        job = self.job
+        ranks = [rank for rank in range(job.size) if job.lives(rank) and rank not in job.dead
+                 and lies in (None, rank in self.liars)]  # fmt: skip
+        return ranks[pick % len(ranks)] if ranks else None
+
+    def report(self, reporter: int | None, suspect: int | None) -> None:
+        if None not in (reporter, suspect) and reporter != suspect:
+            self.job.report(reporter, suspect)
+
+    @rule(pick=PICK, of=st.lists(PICK, max_size=3), together=st.booleans())
+    def liars_report(self, pick: int, of: list[int], together: bool) -> None:
+        one = self.rank(pick, lies=True)
+        for suspect in map(self.rank, of):
+            for liar in self.liars if together else [one]:
+                self.report(liar, suspect)
+
+    @rule(claim=st.sampled_from([None, 1]))
+    def liars_answer(self, claim: int | None) -> None:
+        self.job.claim = claim
+
+    @rule(pick=PICK, of=PICK, claim=st.sampled_from([None, 1]))
+    def a_liar_answers_unasked(self, pick: int, of: int, claim: int | None) -> None:
+        liar, suspect = self.rank(pick, lies=True), self.rank(of)
+        if liar is not None and suspect is not None:
+            job = self.job
+            job.driver.say(job.peers[liar], Confirmed(job.peers[suspect], claim))
+            job.answer()
+
+    @rule(pick=PICK, of=PICK, others=st.sets(PICK), is_first=st.booleans())
+    def a_liar_cuts_a_link(self, pick: int, of: int, others: set[int], is_first: bool) -> None:
+        """Where there are views, its victim ends all links, and others report that."""
+        self.job.live(0.25 * (not is_first))  # no liar knows in which order messages arrive
+        liar, victim = self.rank(pick, lies=True), self.rank(of, lies=False)
+        if liar is None or self.job.driver.machine.phase is not Phase.RUNNING:
+            return
+        reports = [(victim, liar)]
+        if self.kind == "elastic":
+            reports += [(self.rank(other, lies=False), victim) for other in sorted(others)]
+        for reporter, suspect in reports if is_first else reversed(reports):
+            self.report(reporter, suspect)
+        self.job.live(0.25 * (not is_first))
+
+    @rule(entry=st.sampled_from(["1#1#", "2#1#"]), order=st.randoms(), less=st.sets(PICK))
+    def a_result_lands(self, entry: str, order: random.Random, less: set[int]) -> None:
+        """It is of all workers, and liars say that some of them do not need it."""
+        job, machine = self.job, self.job.driver.machine
+        if self.kind != "elastic" or machine.phase is not Phase.RUNNING:
+            return
+        ranks = [rank for rank in range(job.size) if job.lives(rank) and rank not in job.dead]
+        everybody = frozenset(filter(job.lives, range(job.size)))
+        order.shuffle(ranks)
+        generation = machine.generation
+        for rank in ranks:
+            of = everybody - {one % job.size for one in less if rank in self.liars} | {rank}
+            numbers = [job.number(one) for one in sorted(of) if job.lives(one)]
+            if job.lives(rank) and machine.generation == generation and len(numbers) > 1:
+                message = ResultsLanded(
+                    generation, (entry,), tuple(n for n in numbers if n is not None)
+                )
+                job.driver.say(job.peers[rank], message)
+                job.answer()
+
+    @rule(pick=PICK, is_silent=st.booleans())
+    def a_worker_dies(self, pick: int, is_silent: bool) -> None:
+        job, rank = self.job, self.rank(pick)
+        left = set(filter(job.lives, range(job.size))) - job.dead - self.liars - {rank}
+        if rank is None or len(left) < 2:
+            return
+        job.dead.add(rank)
+        if is_silent:
+            self.silent.append(rank)
+        else:
+            job.driver.die(job.peers[rank])
+            job.answer()
+            assert not job.lives(rank)
+
+    @precondition(lambda self: self.silent)
+    @rule(witness=PICK)
+    def its_link_ends(self, witness: int) -> None:
+        rank = self.silent[-1]
+        self.missed.setdefault(rank, self.job.driver.now)
+        self.report(self.rank(witness, lies=False), rank)
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 2.0, LEASE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.job.live(seconds)
+        for rank in self.missed:  # those of a new view miss it too
+            self.report(self.rank(0, lies=False), rank)
+
+    @invariant()
+    def few_honest_members_are_lost(self) -> None:
+        assert len(self.job.honest_lost) <= len(self.liars)
+
+    @invariant()
+    def the_dead_are_lost_in_time(self) -> None:
+        now = self.job.driver.now
+        late = [rank for rank, since in self.missed.items() if now > since + 2 * LEASE_S]
+        assert not any(map(self.job.lives, late))
+
+
+class ReweightSeveralLiarsMachine(SeveralLiarsMachine):
+    """The same with FASTPS_ON_LOSS=reweight."""
+
+    kind = "reweight"
+
+
 TestElasticLiar = LiarMachine.TestCase
 TestElasticLiar.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestReweightLiar = ReweightLiarMachine.TestCase
 TestReweightLiar.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestElasticSeveralLiars = SeveralLiarsMachine.TestCase
+TestElasticSeveralLiars.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestReweightSeveralLiars = ReweightSeveralLiarsMachine.TestCase
+TestReweightSeveralLiars.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None
+)
