@@ -23,6 +23,7 @@ from fastps.control.view_log import Replay
 
 MAX_HELD_BYTES = 64 << 20  # of entries of one worker that wait for others: of 300 000 names
 ENTRY_BYTES = 160  # that an entry takes beside its text
+MEMBER_BYTES = 64  # that a set of workers takes for each
 
 
 def entry_of(name: str, number: int) -> str:
@@ -54,6 +55,15 @@ class Difference:
     others: dict[int, frozenset[int]]  # that have said otherwise, and what
 
 
+@dataclass
+class _Set:
+    """Workers that entries which wait have to land on, kept once for all these."""
+
+    members: frozenset[int]
+    by: int  # worker that has named it first, and bears its bytes
+    n_entries: int = 0
+
+
 class Commits:
     """What has landed in the present view, on some of its workers, each known by its number."""
 
@@ -63,7 +73,8 @@ class Commits:
         self._limit = limit
         # on which workers, by entry and by the workers that it has to land on as they say
         self._landed: dict[str, dict[frozenset[int], set[int]]] = {}
-        self._held: Counter[int] = Counter()  # bytes of entries that wait, by worker
+        self._sets: dict[frozenset[int], _Set] = {}
+        self._held: Counter[int] = Counter()  # bytes that are kept for each worker
         self.last: dict[str, int] = {}  # that was committed in this view, by name
 
     def refusal(self, entries: Sequence[str], members: frozenset[int], *, me: int, n: int) -> str:
@@ -76,7 +87,10 @@ class Commits:
             )
         if members != everybody and not all(map(is_operation, entries)):
             return "it reports that a result of push_pull() is for some workers alone"
-        if self._held[me] + sum(map(_charge, entries)) > self._limit:
+        nbytes = sum(map(_charge, entries))
+        if members not in self._sets:
+            nbytes += MEMBER_BYTES * len(members)
+        if self._held[me] + nbytes > self._limit:
             return (
                 f"it reports results of more than {self._limit >> 20} MiB of names that other "
                 "workers do not have"
@@ -95,7 +109,9 @@ class Commits:
         differences: list[Difference] = []
         for entry in entries:
             claims = self._landed.setdefault(entry, {})
-            landed = claims.setdefault(members, set())
+            if members not in claims:
+                claims[self._keep(members, number)] = set()
+            landed = claims[members]
             if number not in landed:
                 landed.add(number)
                 self._held[number] += _charge(entry)
@@ -106,12 +122,28 @@ class Commits:
             name, place = parts_of(entry)
             if landed == members and self._replay.allows(name, place):
                 self._forget(entry, members)
+                if is_operation(entry) and name not in self.last:  # it may be of this one alone
+                    self._held[number] += _charge(name)
                 self.last[name] = place
                 self._replay.commit(name, place)
                 done.append(entry)
         return done, differences
 
+    def _keep(self, members: frozenset[int], number: int) -> frozenset[int]:
+        """Return these workers as they are kept, for one more entry."""
+        known = self._sets.get(members)
+        if known is None:
+            known = self._sets[members] = _Set(members, number)
+            self._held[number] += MEMBER_BYTES * len(members)
+        known.n_entries += 1
+        return known.members
+
     def _forget(self, entry: str, members: frozenset[int]) -> None:
+        known = self._sets[members]
+        known.n_entries -= 1
+        if not known.n_entries:
+            self._held[known.by] -= MEMBER_BYTES * len(members)
+            del self._sets[members]
         claims = self._landed[entry]
         for number in claims.pop(members):
             self._held[number] -= _charge(entry)
@@ -121,5 +153,6 @@ class Commits:
     def end_view(self) -> None:
         """Forget what has landed in a view that has ended."""
         self._landed.clear()
+        self._sets.clear()
         self._held.clear()
         self.last = {}

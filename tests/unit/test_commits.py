@@ -43,7 +43,7 @@ def test_who_says_otherwise_is_found_and_commits_nothing():
     ],
 )  # fmt: skip
 def test_what_no_worker_may_say_is_refused(entries, members, words):
-    commits = Commits(Replay(()), limit=300)
+    commits = Commits(Replay(()), limit=400)
     refusal = commits.refusal(entries, frozenset(members), me=0, n=3)
     assert words in refusal
     assert bool(refusal) == bool(words)
@@ -63,6 +63,38 @@ def test_a_worker_keeps_others_waiting_for_a_bounded_number_of_entries():
     assert not commits.refusal(["w#0"], ALL, me=1, n=SIZE)
     commits.end_view()
     assert not commits.refusal(["w#0"], ALL, me=0, n=SIZE)
+
+
+def test_what_a_worker_commits_for_itself_alone_is_bounded():
+    """The log of views keeps the last number of each channel."""
+    commits, alone = Commits(Replay(()), limit=1000), frozenset({0})
+    said = 0
+    while not commits.refusal([f"{said}#1#"], alone, me=0, n=SIZE) and said < 100:
+        assert commits.land(0, [f"{said}#1#"], alone)[0]
+        said += 1
+    assert 3 < said == len(commits.last) < 10
+    assert not commits.refusal(["7#1#"], alone | {1}, me=1, n=SIZE)
+    commits.end_view()
+    for number in range(100):  # of one channel
+        assert not commits.refusal([f"7#{number}#"], alone, me=0, n=SIZE)
+        commits.land(0, [f"7#{number}#"], alone)
+
+
+def test_a_worker_names_a_bounded_number_of_sets_of_workers():
+    many, limit = 1000, 1 << 20
+    commits = Commits(Replay(()), limit=limit)
+    sets = [frozenset(range(many)) - {1 + n} for n in range(100)]
+    refused = [commits.refusal([f"{n}#1#"], one, me=0, n=many) or commits.land(0, [f"{n}#1#"], one)
+               for n, one in enumerate(sets)]  # fmt: skip
+    assert 10 < sum(one == ([], []) for one in refused) < limit / (many * 50)
+    commits = Commits(Replay(()), limit=limit)
+    for n in range(100):  # of one set
+        assert not commits.refusal([f"7#{n}#"], frozenset(sets[0]), me=0, n=many)
+        assert commits.land(0, [f"7#{n}#"], frozenset(sets[0])) == ([], [])
+    for n in range(100):
+        for worker in sets[0] - {0}:
+            commits.land(worker, [f"7#{n}#"], sets[0])
+    assert sum(commits._held.values()) < 1000
 
 
 def test_names_may_contain_the_sign_before_the_number():
