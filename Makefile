@@ -11,6 +11,7 @@
 #   make soak    half an hour under the sanitizers, an hour of fuzzers, then a million names
 #   make mutate  make 200 one-line mistakes, one at a time; fails where the tests notice too few
 #   make chaos   let processes, links, disks and clocks of 100 jobs fail, and check what they do
+#   make churn   let workers of one job come and go for five minutes, and check what they trained
 #   make clean   remove what was built; make distclean also removes .venv and .venvs
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
@@ -30,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -116,6 +117,11 @@ ELASTIC ?=
 chaos: .venv/.test
 	$(RUN) -m tools.chaos --seed $(SEED) --events $(EVENTS) --layouts "$(LAYOUTS)" \
 		$(if $(ELASTIC),--elastic $(ELASTIC)) $(CHAOS_FLAGS)
+
+SECONDS ?= 300
+
+churn: .venv/.test
+	$(RUN) -m tools.churn --seed $(SEED) --seconds $(SECONDS) $(CHURN_FLAGS)
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.
 soak: .venv/.test
