@@ -321,7 +321,8 @@ class Failure:
 
     said: the engine's text, if there is more than a status. culprit: the member that a server or
     the shared memory named. owner: the member whose link ended first, with its name, and in
-    `why` what broke, in brackets. is_ours: links broke for a fault on this side.
+    `why` what broke, in brackets. is_ours: links broke for a fault on this side. view: of these
+    links, 0 if it is not known; the numbers of members are those of this view.
     """
 
     tensor: str
@@ -334,6 +335,7 @@ class Failure:
     is_ours: bool = False
     is_operation: bool = False  # of a group, not on a declared tensor
     silent: str = ""  # the scheduler's address, if it does not answer either
+    view: int = 0
 
     @property
     def is_loss(self) -> bool:

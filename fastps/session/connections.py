@@ -456,7 +456,7 @@ class Connections:
         broken = self.engine.failure or self.exchange.failure
         is_told = kind is Status.PEER_LOST and broken is None and culprit >= 0
         if broken is None or broken[1] < 0:
-            return Failure(tensor, kind, said, culprit if is_told else None)
+            return Failure(tensor, kind, said, culprit if is_told else None, view=self.job.view)
         trouble = "" if self._links is None else self._links.failure_of(broken[1])
         trouble = trouble or self._damage_from(broken[1])
         trouble = trouble or self._progress.trouble_of(broken[1])
@@ -470,6 +470,7 @@ class Connections:
             self.job.owner_name(broken[1]),
             f" ({trouble})" if trouble else "",
             is_ours=self._links is not None and self._links.has_trouble,
+            view=self.job.view,
         )
 
     def _damage_from(self, member: int) -> str:

@@ -581,6 +581,14 @@ class ElasticSession(RegroupMixin, Session):
             if self.view == view and self._fatal is not None:
                 raise type(self._fatal)(str(self._fatal))
 
+    def _view_of(self, view: int) -> int:
+        """Return the view in which something failed: this one, or one before that it names.
+
+        The view may change after the failure, and before the next line reads its number. Then
+        numbers of members mean others, and no news comes that explains the failure.
+        """
+        return min(view or self.view, self.view)
+
     def _report(self, failure: Failure, view: int) -> None:
         """Let the scheduler know that links ended, if it has not said so itself."""
         client, report = self._client, self._witness.report(failure)
@@ -597,7 +605,7 @@ class ElasticSession(RegroupMixin, Session):
         """Return the error of an operation that is not started again."""
         if not failure.is_loss or self._fatal is not None or self.is_over:
             return super()._blame(failure)
-        view = self.view
+        view = self._view_of(failure.view)
         self._report(failure, view)
         if self._is_departure(failure, view) or not self._has_news(view):
             return super()._blame(failure)
@@ -635,7 +643,7 @@ class ElasticSession(RegroupMixin, Session):
         is_over = connections is not None and connections is not self.connections
         if is_over and status in _LOSSES and not self.is_over:  # with its view
             return self.view_error(name)
-        view = self.view
+        view = self._view_of((connections or self.connections).job.view)
         error = super().blame(name, status, connections=connections, **how)
         if isinstance(error, ViewChangedError) and not _is_waited_for():
             try:

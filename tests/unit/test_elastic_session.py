@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
+from fastps.config import load
+from fastps.control.blame import Failure, Witness
 from fastps.control.protocol import ResultsCommitted, ResultsLanded
+from fastps.errors import Status, ViewChangedError
 from fastps.session.elastic import ElasticSession
 from fastps.session.elastic_handle import ElasticHandle, Scope
+from fastps.session.session import State
 from fastps.session.view import Hold
 
 
@@ -105,6 +110,23 @@ def test_a_scope_is_reported_as_a_whole(session):
     late.has_landed = True
     assert report(session) == [ResultsLanded(7, ("a#1", "b#1"))]
     assert report(session) == []
+
+
+def test_what_failed_in_the_last_view_accuses_nobody_in_this_one(session):
+    """A thread may learn of the failure before the view changes, and word it after that."""
+    session._fatal, session._news, session._is_changing = None, None, False
+    session._witness, session.state, session._threads = Witness(), State.OPEN, []
+    session._cause, session._how = "worker 1 is lost", "without it"
+    session.config = load(environ={"FASTPS_LEASE_S": "60"})
+    session.view = 2
+    began = time.monotonic()
+    failure = Failure("w", Status.PEER_LOST, owner=1, is_operation=True, view=1)
+    error = session._blame(failure)
+    assert isinstance(error, ViewChangedError)
+    assert "worker 1 is lost" in str(error)
+    assert session._client.sent == []
+    assert time.monotonic() - began < 10.0
+    assert [session._view_of(view) for view in (0, 1, 2, 3)] == [2, 1, 2, 2]
 
 
 def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
