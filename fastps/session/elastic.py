@@ -151,9 +151,10 @@ class ElasticSession(RegroupMixin, Session):
     @property
     def groups(self) -> Groups:
         """The groups of the present view; blocks while the next one begins."""
-        if self._has_news(self.view) and not _is_waited_for() and self._fatal is None:
+        view = self.view
+        if self._has_news(view) and not _is_waited_for() and self._fatal is None:
             with contextlib.suppress(FastPSError):  # which the operation raises
-                self._await_view(self.view, self.config.start_timeout_s)
+                self._await_view(view, self.config.start_timeout_s)
         if (known := self._groups) is not None:
             return known
         with self._view_lock:

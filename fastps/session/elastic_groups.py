@@ -188,7 +188,8 @@ class ElasticGroups(Groups):
         self._landings: dict[str, Landing] = {}  # in flight, or not taken; by entry
         self._changed = session.changed
         super().__init__(session, *parts)
-        self._view, self._generation = session.view, self._connections.job.generation
+        job = self._connections.job
+        self._view, self._generation = job.view, job.generation
 
     def _make(self, ranks: Sequence[int], key: str = "", words: str = "") -> Group:
         group = ElasticGroup(self, ranks, key, words)

@@ -129,6 +129,21 @@ def test_what_failed_in_the_last_view_accuses_nobody_in_this_one(session):
     assert [session._view_of(view) for view in (0, 1, 2, 3)] == [2, 1, 2, 2]
 
 
+def test_the_view_that_ends_is_awaited_though_the_next_one_begins_meanwhile(session, monkeypatch):
+    session._fatal, session._groups = None, object()
+    awaited: list[int] = []
+
+    def has_news(view: int) -> bool:
+        session.view = 2  # at once after the look
+        return view == 1
+
+    monkeypatch.setattr(session, "_has_news", has_news)
+    monkeypatch.setattr(session, "_await_view", lambda view, timeout_s: awaited.append(view))
+    session.config = load(environ={})
+    assert session.groups is session._groups
+    assert awaited == [1]
+
+
 def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
     session._on_event(ResultsCommitted(("w#2#1",)))
     assert session._counts == {"w#2": 1}
