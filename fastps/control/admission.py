@@ -44,6 +44,7 @@ class Peer:
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     hearing: Inquest | None = None  # while others are asked whether they reach it as another says
     is_doubted: bool = False  # one that contradicted it was lost, and nothing showed who lied
+    is_out: bool = False  # it leaves at a boundary, and has no part in the next view
     ended: str = ""  # how, if its connection has ended and its launcher may know more
     ended_until: float = 0.0  # when that counts
 
@@ -55,7 +56,7 @@ class Peer:
     @property
     def is_staying(self) -> bool:
         """Return whether the process does not leave."""
-        return self.leave_request is None
+        return self.leave_request is None and not self.is_out
 
     @property
     def is_worker(self) -> bool:

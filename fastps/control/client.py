@@ -518,7 +518,7 @@ class ControlClient:
             num_validators=config.num_validators if is_worker else 0,
             elastic_min=config.elastic_min if is_worker else 0,
             elastic_max=config.elastic_max if is_worker else 0,
-            is_watched=config.launcher_pid == os.getppid() and not config.elastic_join,
+            is_watched=config.launcher_pid == os.getppid(),
             probe_host=self.local_address,
             probe_port=self._probes.getsockname()[1],
             cookie=self._cookie,

@@ -148,7 +148,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         self._suspicions = Suspicions(self._patience_s, has_validators=config.num_validators > 0)
         self._slept: tuple[float, float] = (-float("inf"), 0.0)  # until when, and how long
         self._departure = ""  # text about a member that stopped serving while others worked
-        self._ends: list[int] = []  # peers whose connections have ended, in that order
+        self._ends: dict[int, None] = {}  # peers whose connections have ended, in that order
         self._notes: list[str] = []
         self._to_end: set[Place] = set()  # their launcher is about to end these
         self._why_to_end = ""
@@ -612,28 +612,26 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
             return
         waits = member.join.is_watched and self.phase is Phase.RUNNING
         member.ended, member.ended_until = cause, now + self._patience_s * waits
-        self._ends.append(peer)
+        self._ends[peer] = None
         self._drop_ended(now)
 
     def _take_report(self, message: Absent, now: float) -> None:
         """Take a launcher's report: before the start, others may wait in vain for this process."""
-        if self.phase is Phase.LOBBY and not self.is_changing:
-            self._missing.add(
-                replace(message, cause=f"{message.cause} before the job had started")
-            )
+        if self.phase is Phase.LOBBY and not (self.is_changing or message.is_newcomer):
+            cause = f"{message.cause} before the job had started"
+            self._missing.add(replace(message, cause=cause))
             self._end_start_in_vain(now)
             return
         for member in self._of_role(message.role):
             if (member.place, member.join.pid) == (message.rank, message.pid):
-                if member.peer not in self._ends:
-                    self._ends.append(member.peer)
+                self._ends[member.peer] = None
                 member.ended = f"{message.cause} before it had left the job"
                 member.ended_until = now
         self._drop_ended(now)
 
     def _ended(self) -> list[Peer]:
         """List the members that have ended, in that order."""
-        self._ends = [peer for peer in self._ends if peer in self._peers]
+        self._ends = {peer: None for peer in self._ends if peer in self._peers}
         return [self._peers[peer] for peer in self._ends]
 
     def _drop_ended(self, now: float) -> None:
@@ -753,7 +751,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         """Let the members of the last view come to the next one."""
         for item in members:
             self._fail_start(item, "view", event.cause)
-            self._send(item.peer, event)
+            if not item.is_out:  # who leaves knows that, and nothing else concerns it
+                self._send(item.peer, event)
             item.has_started, item.is_owner, item.number = False, False, None
         self._in_view = places_of(members)
         self._count_survivors(members)

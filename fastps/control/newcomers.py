@@ -352,8 +352,10 @@ class JoiningMixin:
         self._dismiss(self._leaving())
         self._begin_change(cause, has_boundary=True)
         event = ViewJoined(self.generation, cause)
-        self._call_to_view(self._without(leavers), event, now)
-        self._call_to_view(gone, replace(event, survives=False), now)
+        for item in gone:
+            self._send(item.peer, replace(event, survives=False))
+            item.is_out = True
+        self._call_to_view([*self._peers.values()], event, now)
         last = max((item.rank or 0 for item in self._programs()), default=-1)
         for rank, item in enumerate(newcomers, last + 1):
             item.rank, item.start_deadline = rank, now + 2 * self._config.start_timeout_s

@@ -293,7 +293,7 @@ class Absent(_Message, frozen=True):
     """Report, instead of a Join, that a process of this machine has ended; without answer.
 
     From launchers. Before the start it counts where there is no such member, later where there is
-    one with this pid.
+    one with this pid. is_newcomer: it joined a running job, or was to.
     """
 
     role: Role
@@ -301,6 +301,7 @@ class Absent(_Message, frozen=True):
     host: Text
     pid: Id
     cause: Text
+    is_newcomer: bool = False
 
 
 class Attend(_Message, frozen=True):

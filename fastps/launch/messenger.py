@@ -75,10 +75,10 @@ class Messenger:
     def report_end(self, child: Child) -> None:
         """Report that a process has ended by itself, with success or not."""
         environ = self._environs.get((child.role, child.rank))
-        if environ is None or child.joins:  # of which nobody awaits the start
+        if environ is None:
             return
         host, cause = text_of(socket.gethostname()), text_of(how_it_ended(child))
-        message = Absent(child.role, child.rank, host, child.pid, cause)
+        message = Absent(child.role, child.rank, host, child.pid, cause, child.joins)
         if self.scheduler is not None:
             self.scheduler.report_absent(message)
             return

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from control_driver import Driver
 from test_membership_views import come, failed, job_of
 
 from fastps.control.actions import Phase
 from fastps.control.protocol import (
+    Absent,
     AskClock,
     Barrier,
     ClockTold,
@@ -421,6 +423,53 @@ class TestLeaving:
         regroup(driver, a, b, leavers=[a])
         assert driver.machine.phase is Phase.RUNNING
         assert not driver.events(b, ViewJoined)
+
+    def test_a_loss_in_the_change_does_not_call_one_back(self):
+        """It has ended its view; the next one begins when it has left."""
+        driver = elastic(size=3)
+        (a, b, c), _ = driver.start()
+        regroup(driver, a, b, c, leavers=[c])
+        driver.die(b)
+        assert len(driver.events(a, ViewLost)) == 1
+        assert not driver.events(c, ViewLost)
+        come(driver, a)
+        assert driver.machine.phase is Phase.LOBBY
+        driver.leave(c)
+        assert job_of(driver, a).n_workers == 1
+
+    def test_who_leaves_does_not_count_among_those_that_go_on(self):
+        driver = elastic(size=3, least=2)
+        (a, b, c), _ = driver.start()
+        regroup(driver, a, b, c, leavers=[c])
+        driver.die(b)
+        assert driver.events(a, PeerLost)
+
+    @pytest.mark.parametrize("is_late", [False, True], ids=["first", "after the connection"])
+    def test_its_launcher_says_how_one_that_has_joined_ended(self, is_late):
+        driver = elastic()
+        (a, b), _ = driver.start()
+        new = hello(driver, rank=40_000, pid=77, is_watched=True)
+        come(driver, new)
+        regroup(driver, a, b)
+        come(driver, a, b, new)
+        for rank, pid in ((40_000, 78), (40_001, 77)):
+            driver.say(0, Absent("worker", rank, "node", pid, "it crashed", True))
+        assert not driver.events(a, ViewLost)
+        gone = Absent("worker", 40_000, "node", 77, "it was killed by SIGKILL", True)
+        for end in [lambda: driver.die(new), lambda: driver.say(0, gone)][:: 1 if is_late else -1]:
+            end()
+        (lost,) = driver.events(a, ViewLost)
+        assert isinstance(lost, ViewLost)
+        assert "it was killed by SIGKILL before it had left the job" in lost.lost.cause
+
+    def test_the_end_of_one_that_was_to_join_ends_no_start(self):
+        driver = elastic()
+        waiting = driver.enter(rank=0)
+        driver.say(0, Absent("worker", 1, "node", 77, "it was killed by SIGKILL", True))
+        driver.advance(3.0)
+        assert not failed(driver, waiting)
+        driver.enter(rank=1)
+        assert driver.machine.phase is Phase.RUNNING
 
     def test_one_that_dies_before_it_has_left_is_a_loss(self):
         driver = elastic(size=3)
