@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -62,12 +64,17 @@ def test_a_command_without_reader_ends_quietly(command, is_buffered):
     assert found == (EXIT_CLOSED_PIPE, "")
 
 
+def argparse_status() -> int:
+    """Return the status after a wrong option: some versions of argparse raise BrokenPipeError."""
+    return 2 if "OSError" in inspect.getsource(ArgumentParser._print_message) else 141
+
+
 @pytest.mark.parametrize(
     ("words", "status"),
     [
         (["fastps.launch.run", "-np", "2", "--log-level", "INFO", "sleep", "60"], 141),
-        (["fastps.launch.run", "--no-such-option"], 2),
-        (["fastps.server.main", "--role", "nobody"], 2),
+        (["fastps.launch.run", "--no-such-option"], argparse_status()),
+        (["fastps.server.main", "--role", "nobody"], argparse_status()),
         (["fastps.launch.doctor", "config", "--explain"], 141),
     ],
 )

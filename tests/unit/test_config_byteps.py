@@ -37,8 +37,8 @@ def said(caplog: pytest.LogCaptureFixture, environ: dict[str, str]) -> list[str]
 
 def test_what_does_nothing_is_answered_once(caplog):
     assert said(caplog, {"BYTEPS_NCCL_NUM_RINGS": "2", "BYTEPS_ENABLE_IPC": ""}) == [
-        "environment variable BYTEPS_NCCL_NUM_RINGS of BytePS does nothing here: tensors of "
-        "a GPU are refused, and there is no NCCL"
+        "environment variable BYTEPS_NCCL_NUM_RINGS of BytePS does nothing here: there is "
+        "no NCCL; tensors on a GPU are copied through the host"
     ]
 
 
