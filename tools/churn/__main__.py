@@ -40,7 +40,8 @@ PROGRAM = Path(__file__).with_name("program.py")
 KINDS = {"kill": 4, "leave": 2, "join": 3}  # how often each is drawn
 START = 4  # workers of the launcher that has the scheduler
 LEAST = 2  # workers that are left alone
-END_S = 60.0  # from the wish that all end to the end of the last process
+START_S = 30  # that a worker waits for a job, which may have ended meanwhile
+END_S = 2.0 * START_S  # from the wish that all end to the end of the last process
 READY_S = 60.0  # until the first step
 MAX_GROWTH = {"memory": 24 << 20, "threads": 2, "files": 8}
 
@@ -89,7 +90,8 @@ class Churn:
         log = self.folder / f"launcher.{len(self.launchers)}"
         command = [sys.executable, "-m", "fastps.launch.run", *options,
                    "--token-file", str(self.token), sys.executable, str(PROGRAM)]  # fmt: skip
-        environ = os.environ | {"CHURN": json.dumps(plan), "FASTPS_LEASE_S": "5"}
+        settings = {"FASTPS_LEASE_S": "5", "FASTPS_START_TIMEOUT_S": str(START_S)}
+        environ = os.environ | {"CHURN": json.dumps(plan)} | settings
         with log.open("w", encoding="utf-8") as out:
             self.launchers.append(
                 subprocess.Popen(command, env=environ, stdout=out, stderr=out, text=True)
