@@ -112,7 +112,8 @@ class ElasticSession(RegroupMixin, Session):
         self._told_ended = 0  # and the scheduler, of links that ended
         self._counts: dict[str, int] = {}  # of commits, by name
         self._news: ViewLost | ViewJoined | None = None  # what the view is about to end for
-        self._changes: list[ViewLost | ViewJoined] = []  # that no view was told of
+        self._changes: list[ViewLost | ViewJoined] = []  # that have led to no view yet
+        self._untold: list[ViewLost | ViewJoined] = []  # to views that were cut short
         self._cause = ""  # of the last end of a view
         self._how = ""  # the job goes on since
         self._is_changing = False
@@ -773,7 +774,7 @@ class ElasticSession(RegroupMixin, Session):
         if not self._has_told(view):
             return
         with self.changed:
-            self.view = view.number
+            self.view, self._untold = view.number, []
             self._generation = self.generations[self.view] = connections.job.generation
             self.changed.notify_all()
 

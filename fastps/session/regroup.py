@@ -57,6 +57,7 @@ class RegroupMixin:
     _fence: Fence
     _news: ViewLost | ViewJoined | None
     _changes: list[ViewLost | ViewJoined]
+    _untold: list[ViewLost | ViewJoined]
     _cause: str
     _how: str
     _active: dict[str, Any]
@@ -164,7 +165,7 @@ class RegroupMixin:
             self.changed.notify_all()
 
     def _take_changes(self, generation: int) -> list[ViewLost | ViewJoined]:
-        """Return what led to the view of a generation, which begins now.
+        """Return what led to the view of a generation, which begins now, and nothing has told yet.
 
         Was another member lost before it began, it is without that one too.
         """
@@ -175,7 +176,8 @@ class RegroupMixin:
                 self._news = None
             if any(isinstance(one, ViewJoined) for one in found):
                 self._begin_with_newcomers()
-        return found
+            self._untold = [*self._untold, *found]
+            return self._untold
 
     def _note_place(self) -> None:
         """Note the place in the first view with newcomers, though it may end before it begins.

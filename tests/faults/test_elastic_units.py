@@ -65,9 +65,13 @@ def test_a_worker_whose_on_view_raises_is_lost_and_named_with_the_error():
         assert "ValueError: no schedule for 3 workers" in culprit.stderr()
         results = {rank: job.workers[rank].result() for rank in (0, 2)}
     for result in results.values():
-        assert len(result["views"]) == 2
-        assert "worker 1 (" in result["views"][1]
-        assert "its on_view raised ValueError: no schedule for 3 workers" in result["views"][1]
+        first, last = (
+            result["views"][0],
+            result["views"][-1],
+        )  # one, if the second loss cut it short
+        assert "worker 3 (" in first
+        assert "worker 1 (" in last
+        assert "its on_view raised ValueError: no schedule for 3 workers" in last
 
 
 PROGRAM = """

@@ -11,7 +11,7 @@ import pytest
 
 from fastps.config import load
 from fastps.control.blame import Failure, Witness
-from fastps.control.protocol import ResultsCommitted, ResultsLanded
+from fastps.control.protocol import PeerLost, ResultsCommitted, ResultsLanded, ViewLost
 from fastps.errors import Status, ViewChangedError
 from fastps.session.elastic import ElasticSession
 from fastps.session.elastic_handle import ElasticHandle, Scope
@@ -142,6 +142,14 @@ def test_the_view_that_ends_is_awaited_though_the_next_one_begins_meanwhile(sess
     session.config = load(environ={})
     assert session.groups is session._groups
     assert awaited == [1]
+
+
+def test_the_next_view_tells_of_the_loss_that_led_to_one_that_was_cut_short(session):
+    lost = [ViewLost(g, PeerLost("worker", g, "h", 9, "it was killed"), True) for g in (2, 3)]
+    session._changes, session._untold, session._news = [lost[0]], [], lost[0]
+    assert session._take_changes(2) == lost[:1]
+    session._changes.append(lost[1])
+    assert session._take_changes(3) == lost
 
 
 def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
