@@ -34,6 +34,7 @@ PRINTING = {
     "mutate": ["tools/mutate.py", "--list", "--count", "2"],
     "netlab": ["tools/netlab.py", "--help"],
     "chaos": ["tools.chaos", "--list", "--layouts", "memory"],
+    "churn": ["tools.churn", "--help"],
     "wheels": ["tools/wheels.py", "--help"],
     "peers": ["tools/bench/peers/install.py", "--help"],
 }

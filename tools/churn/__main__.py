@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.churn.check import check
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -253,6 +254,7 @@ def report(text: str) -> None:
     sys.stdout.flush()
 
 
+@ends_quietly
 def main() -> int:
     """Run, and print what was wrong; return the exit code."""
     parser = argparse.ArgumentParser(
