@@ -56,7 +56,7 @@ from fastps.control.blame import (
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.commits import Commits
 from fastps.control.declarations import Declarations
-from fastps.control.newcomers import ALL_LEFT, JOIN_IT, JoiningMixin, Newcomers
+from fastps.control.newcomers import ALL_LEFT, JoiningMixin, Newcomers, too_late
 from fastps.control.protocol import (
     Absent,
     AskClock,
@@ -111,9 +111,6 @@ LAUNCHER = 0  # in place of a peer's number; a launcher's reports come on no con
 MAX_NOTES = 8  # departures before the start that the text about missing members lists
 PULSE_CLOSED = "its pulse connection closed: it crashed, was killed or was cut off"
 GAVE_UP = "gave up waiting for the job to start"
-NO_NEWCOMERS = (
-    "the job goes on after a loss, and takes no process instead of the lost one; start a new job"
-)
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
@@ -369,7 +366,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         if join.is_newcomer:
             return self._refuse_newcomer(join)
         if self.is_changing or (self.phase is Phase.RUNNING and self._view is not self._config):
-            return "config", JOIN_IT if self._config.elastic_max else NO_NEWCOMERS
+            return "config", too_late(self._config)
         text = refuse(join, self._config, self._rivals(join.role), members)
         return None if text is None else ("config", text)
 
@@ -382,8 +379,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         return self._of_role(role)
 
     def _await_start(self, member: Peer, message: AwaitStart, now: float) -> None:
-        if member.has_started or member.start_request is not None:
-            self._fail(member, message.request, "protocol", "start was asked for twice")
+        if member.has_started or member.start_request is not None or member.is_out:
+            self._fail(member, message.request, "protocol", "asked for the start twice, or left")
             return
         if self._answer_ended(member, message.request):
             return
@@ -707,19 +704,19 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
 
     def _can_change_view(self, member: Peer) -> bool:
         """Return whether the job goes on in a new view without a member."""
-        left = [item for item in self._programs() if item is not member and item.is_staying]
+        left = self._staying([member])
         is_in = self.is_changing or (member.has_started and self.phase is Phase.RUNNING)
         return is_in and 0 < self._config.elastic_min <= len(left)
 
     def _ends_without(self, dead: Sequence[Peer]) -> bool:
         """Return whether the job, or its start, ends when members are lost together."""
-        left = [item for item in self._programs() if item not in dead and item.is_staying]
+        left = self._staying(dead)
         goes_on = 0 < self._config.elastic_min <= len(left) or all(map(self._can_spare, dead))
         return self._is_awaited(dead) and (self._is_starting or not goes_on)
 
     def _is_last(self, member: Peer) -> bool:
         """Return whether all other workers of an elastic job left in order, and are enough."""
-        others = [item for item in self._programs() if item is not member and item.is_staying]
+        others = self._staying([member])
         is_elastic = 0 < self._config.elastic_min < self._view.n_programs
         is_in = member.is_worker and member.has_started and self.phase is Phase.RUNNING
         return is_elastic and is_in and not others
@@ -727,7 +724,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
     def _change_view(self, member: Peer, cause: str, now: float) -> None:
         """Begin the next view, which all others shall await; what they asked has failed."""
         lost = self._lost(member, cause)
-        survivors = [item for item in self._peers.values() if item is not member]
+        survivors = [item for item in self._in_job() if item is not member]
         if member.is_worker and not self._replay.next_view(places_of(survivors)):
             self._fail_job(replace(lost, cause=f"{lost.cause}; {NOT_REPLAYED}"))
             return
@@ -737,7 +734,10 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         self._call_to_view(survivors, ViewLost(self.generation, lost, survives=True), now)
 
     def _begin_change(self, cause: str, *, has_boundary: bool = False) -> None:
-        """End the view, and fail what was asked in it."""
+        """End the view, fail what was asked in it, and refuse those that await another job."""
+        for item in [one for one in self._peers.values() if one not in self._in_job()]:
+            self._fail_start(item, "config", too_late(self._config))
+            self._remove(item)
         self.generation += 1
         self.phase, self.is_changing, self._departure = Phase.LOBBY, True, ""
         self._why_change = cause
@@ -792,8 +792,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
 
     def _fail_job(self, cause: PeerLost) -> None:
         """Record the first cause, send it to all members, lost ones too, and fail all requests."""
-        self.first_cause = cause
-        self.phase = Phase.BROKEN
+        self.first_cause, self.phase = cause, Phase.BROKEN
         self.is_changing, self._change_until = False, float("inf")
         self._watch.end()
         self._suspicions.clear()
@@ -861,12 +860,6 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
             is_meant = item.is_owner if report.is_owner else item.is_working
             if item.number == report.member and is_meant:
                 self._suspect(item, member, report, now)
-
-    def _is_awaited(self, without: Sequence[Peer]) -> bool:
-        """Return whether the job runs, or others than some members await its start."""
-        others = (item for item in self._peers.values() if item not in without)
-        is_start = self._is_starting and any(item.start_request for item in others)
-        return is_start or self.phase is Phase.RUNNING or self.is_changing
 
     def _relay(self, member: Peer, message: Tell) -> None:
         """Send a worker's data to the workers it names."""
@@ -993,6 +986,15 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
     def _programs(self) -> list[Peer]:
         """List the workers, and the validators."""
         return [item for item in self._peers.values() if item.is_worker]
+
+    def _in_job(self) -> list[Peer]:
+        """List the members of the job, or of its next view; others came too late for it."""
+        return [item for item in self._peers.values() if item.has_started or self.is_changing]
+
+    def _staying(self, without: Sequence[Peer]) -> list[Peer]:
+        """List the workers of the job, or of its next view, that stay, except some."""
+        found = [item for item in self._in_job() if item.is_worker and item.is_staying]
+        return [item for item in found if item not in without]
 
     def _of_role(self, role: str) -> list[Peer]:
         return [item for item in self._peers.values() if item.join.role == role]

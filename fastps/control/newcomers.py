@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # newcomers at once
 ALL_LEFT = "all workers have left the job"
+NO_NEWCOMERS = (
+    "the job goes on after a loss, and takes no process instead of the lost one; start a new job"
+)
 JOIN_IT = (
     "the job runs, and only newcomers join it: start this worker with fastps-run --join, or "
     "with FASTPS_ELASTIC_JOIN=1"
@@ -62,6 +65,11 @@ NO_BOUNDARY = (
     "they join when all workers call commit() or check_host_updates() of a State within "
     "elastic.run, while nothing is in flight"
 )
+
+
+def too_late(config: Config) -> str:
+    """Return why a process that is no newcomer cannot join a job that has begun another view."""
+    return JOIN_IT if config.elastic_max else NO_NEWCOMERS
 
 
 class Newcomers:

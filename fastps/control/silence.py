@@ -56,6 +56,7 @@ class SilenceMixin:
     _state_of: Callable[[int, Join], str]
     _slept: tuple[float, float]
     _goes_on: bool
+    is_changing: bool
 
     def _send(self, peer: int, message: ToMember) -> None:
         raise NotImplementedError
@@ -72,7 +73,8 @@ class SilenceMixin:
     def _drain(self, now: float) -> list[Action]:
         raise NotImplementedError
 
-    def _is_awaited(self, without: Sequence[Peer]) -> bool:
+    @property
+    def _is_starting(self) -> bool:
         raise NotImplementedError
 
     def _leaving(self) -> list[Peer]:
@@ -275,3 +277,9 @@ class SilenceMixin:
 
     def _scheduler_lost(self, text: str) -> PeerLost:
         return PeerLost("scheduler", 0, self._config.scheduler_host, 0, text)
+
+    def _is_awaited(self, without: Sequence[Peer]) -> bool:
+        """Return whether the job runs, or others than some members await its start."""
+        others = (item for item in self._peers.values() if item not in without)
+        is_start = self._is_starting and any(item.start_request for item in others)
+        return is_start or self.phase is Phase.RUNNING or self.is_changing

@@ -437,6 +437,16 @@ class TestLeaving:
         driver.leave(c)
         assert job_of(driver, a).n_workers == 1
 
+    def test_who_leaves_cannot_come_to_the_next_view(self):
+        driver = elastic(size=2)
+        (a, b), _ = driver.start()
+        regroup(driver, a, b, leavers=[b])
+        come(driver, a, b)
+        assert failed(driver, b)[-1][1] == "protocol"
+        assert driver.machine.phase is Phase.LOBBY
+        driver.leave(b)
+        assert job_of(driver, a).n_workers == 1
+
     def test_who_leaves_does_not_count_among_those_that_go_on(self):
         driver = elastic(size=3, least=2)
         (a, b, c), _ = driver.start()

@@ -262,6 +262,30 @@ class TestComing:
         assert Done(number) in driver.sent[c]
         assert job_of(driver, a).n_workers == 1
 
+    @pytest.mark.parametrize("most", [0, 4])
+    def test_who_came_too_late_is_refused_and_is_no_survivor(self, most):
+        """It waits for the next job, which a worker that has left may begin with it."""
+        driver = Driver(size=2, num_servers=1, elastic_min=1, elastic_max=most, lease_s=5)
+        (a, b), (server,) = driver.start()
+        driver.leave(a)
+        late = driver.enter()
+        assert not failed(driver, late)
+        driver.die(server)
+        assert [kind for _, kind in failed(driver, late)] == ["config"]
+        assert late in driver.closed
+        assert not driver.events(late, ViewLost)
+        come(driver, b)
+        assert job_of(driver, b).n_workers == 1
+
+    def test_who_came_too_late_does_not_count_among_those_that_go_on(self):
+        driver = elastic(2, servers=0)
+        (a, b, c), _ = driver.start()
+        driver.leave(a)
+        driver.enter()
+        driver.die(b)
+        assert driver.machine.phase is Phase.BROKEN
+        assert driver.events(c, PeerLost)
+
     def test_all_survivors_may_leave_instead(self):
         driver = elastic()
         (a, b, c), _ = driver.start()
