@@ -663,8 +663,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         is_first = not (self.first_cause or self.phase is Phase.OVER or cause == GAVE_UP)
         if (member.join.role, member.place) in self._to_end:
             is_first, cause = False, self._why_to_end
-        level = logging.WARNING if is_first else logging.INFO
-        log.log(level, "%s is lost: %s", member.full_name, cause)
+        (log.warning if is_first else log.info)("%s is lost: %s", member.full_name, cause)
         if self._can_change_view(member):
             self._change_view(member, cause, now)
         elif self._is_last(member):  # all others have what they came for: the job ends in order
@@ -724,7 +723,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
     def _change_view(self, member: Peer, cause: str, now: float) -> None:
         """Begin the next view, which all others shall await; what they asked has failed."""
         lost = self._lost(member, cause)
-        survivors = [item for item in self._in_job() if item is not member]
+        there = filter(self._is_in_job, self._peers.values())
+        survivors = [item for item in there if item is not member]
         if member.is_worker and not self._replay.next_view(places_of(survivors)):
             self._fail_job(replace(lost, cause=f"{lost.cause}; {NOT_REPLAYED}"))
             return
@@ -735,7 +735,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
 
     def _begin_change(self, cause: str, *, has_boundary: bool = False) -> None:
         """End the view, fail what was asked in it, and refuse those that await another job."""
-        for item in [one for one in self._peers.values() if one not in self._in_job()]:
+        for item in [one for one in self._peers.values() if not self._is_in_job(one)]:
             self._fail_start(item, "config", too_late(self._config))
             self._remove(item)
         self.generation += 1
@@ -987,14 +987,14 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         """List the workers, and the validators."""
         return [item for item in self._peers.values() if item.is_worker]
 
-    def _in_job(self) -> list[Peer]:
-        """List the members of the job, or of its next view; others came too late for it."""
-        return [item for item in self._peers.values() if item.has_started or self.is_changing]
+    def _is_in_job(self, item: Peer) -> bool:
+        """Return whether a peer is in the job, or comes to its next view; others came too late."""
+        return item.has_started or self.is_changing
 
     def _staying(self, without: Sequence[Peer]) -> list[Peer]:
         """List the workers of the job, or of its next view, that stay, except some."""
-        found = [item for item in self._in_job() if item.is_worker and item.is_staying]
-        return [item for item in found if item not in without]
+        there = filter(self._is_in_job, self._programs())
+        return [item for item in there if item.is_staying and item not in without]
 
     def _of_role(self, role: str) -> list[Peer]:
         return [item for item in self._peers.values() if item.join.role == role]
