@@ -32,7 +32,8 @@ def history() -> list[dict[str, Any]]:
              "most": 1, "sizes": [2, 2]}
             for number in who
         ]  # fmt: skip
-    return records
+    ends = [{"number": number, "what": "end", "step": len(WHO)} for number in (1, 2)]
+    return [*records, *ends]
 
 
 def test_a_job_that_does_right_has_no_finding():
@@ -51,6 +52,8 @@ def test_a_job_that_does_right_has_no_finding():
         (5, {"sizes": [3, 3]}, "2 contributors in views"),
         (0, {"number": 5}, "is not among"),
         (7, {"step": 3, "number": 1}, "not consecutive"),
+        (8, {"step": 3}, "worker 1 neither left nor ended"),
+        (9, {"what": "train"}, "worker 2 neither left nor ended"),
     ],
 )
 def test_each_wrong_thing_is_found(place, change, words):

@@ -6,9 +6,9 @@
 - every step from 0 to the last was finished by some worker, and consecutive ones by each worker
 - all that finish a step have the same weights, bit for bit, and the same contributors
 - the weights are those of a replay of the contributors in NumPy, each of which counts once
-- who finishes a step contributed to it; a step has as many contributors as a view in which it was
-  under way has workers
-- nobody who was not killed has an error, and all who are left at the end have the last step
+- a worker that finishes a step contributed to it; a step has as many contributors as a view in
+  which it was under way has workers
+- a worker that was not killed has no error; it left, or ended after the last step
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ def check(records: Iterable[Record], *, seed: int, killed: Collection[int]) -> l
     """Return the rules that a history breaks; killed: numbers of processes."""
     by_step: dict[int, list[Record]] = defaultdict(list)
     of: dict[int, list[Record]] = defaultdict(list)
+    ends: dict[int, int] = {}  # by worker: the step that would come next, -1 if it left
     broken: list[str] = []
     for record in records:
         if record["what"] == "step":
             by_step[record["step"]].append(record)
             of[record["number"]].append(record)
+        elif record["what"] in ("left", "end"):
+            ends[record["number"]] = record.get("step", -1)
         elif record["what"] == "error" and record["number"] not in killed:
             broken.append(f"worker {record['number']}: {record['type']}: {record['text']}")
     if not by_step:
@@ -54,6 +57,8 @@ def check(records: Iterable[Record], *, seed: int, killed: Collection[int]) -> l
         numbers = [one["step"] for one in steps]
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             broken.append(f"worker {number}: steps are not consecutive: {numbers[:SHOWN]}...")
+        if number not in killed and ends.get(number, 0) not in (-1, last + 1):
+            broken.append(f"worker {number} neither left nor ended after step {last}")
     return broken
 
 
