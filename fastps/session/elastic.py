@@ -82,6 +82,7 @@ log = logging.getLogger(__name__)
 _LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
 _NEWS_S = 15.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
+_SLOW_LOOK_S = 0.05  # the same while threads wait for all that is active, and report it themselves
 
 
 def _is_waited_for() -> bool:
@@ -104,7 +105,9 @@ class ElasticSession(RegroupMixin, Session):
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
-        self.changed = threading.Condition()  # guards the next eight
+        self.changed = threading.Condition(lock := threading.RLock())  # guards what follows
+        # of the same lock, each for one thread that would wake for nothing at most changes
+        self.view_ends, self.unattended = threading.Condition(lock), threading.Condition(lock)
         self._generation = 0  # of the job, in this view
         self.generations = {}
         self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them
@@ -203,7 +206,7 @@ class ElasticSession(RegroupMixin, Session):
 
     def push_pull(self, tensor: Arrays, name: Names, **options: Any) -> Array | list[Array]:
         """Sum tensor over all workers of the view; see Session.push_pull(). Blocks."""
-        return self.push_pull_async(tensor, name, **options).wait()
+        return self.push_pull_async(tensor, name, is_awaited=True, **options).wait()
 
     def push_pull_async(  # type: ignore[override]
         self,
@@ -212,11 +215,12 @@ class ElasticSession(RegroupMixin, Session):
         *,
         out: Arrays | None = None,
         scope: Scope | None = None,
+        is_awaited: bool = False,
         **options: Any,
     ) -> ElasticHandle:
         """Start to sum tensor over all workers of the view; see Session.push_pull_async().
 
-        scope: of operations whose results are handed out together.
+        scope: of operations whose results are handed out together. is_awaited: of ElasticHandle.
         """
         self.check_usable()
         names, arrays = pair(name, tensor)
@@ -237,6 +241,7 @@ class ElasticSession(RegroupMixin, Session):
         handle = ElasticHandle(
             self, names, landings, outputs, begin, is_single=is_single, scope=scope
         )
+        handle.is_awaited = is_awaited
         return self._started(handle)
 
     def broadcast_async(  # type: ignore[override]
@@ -343,7 +348,8 @@ class ElasticSession(RegroupMixin, Session):
                     handle.scope.handles.append(handle)
                 self._active.update(dict.fromkeys(handle.names, handle))
                 self._latest.update(dict.fromkeys(handle.names, handle))
-                self.changed.notify_all()
+                if not handle.is_awaited:
+                    self.unattended.notify_all()
 
         self._in_a_view(start)
         return handle
@@ -389,9 +395,21 @@ class ElasticSession(RegroupMixin, Session):
         deadline = began + limit_s
         try:
             while left := [one for one in handles if not one._is_over()]:
-                self._settle_one(left[0], deadline, limit_s)
+                self._attend(left[0], deadline, limit_s)
         finally:
             self.wait_seconds[0] += time.perf_counter() - began
+
+    def _attend(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
+        """Do _settle_one(), and let fastps:commit report what this thread stops waiting for."""
+        unit = handle.unit
+        unit.is_awaited = True
+        try:
+            self._settle_one(handle, deadline, limit_s)
+        except BaseException:
+            unit.is_awaited = False
+            with self.changed:
+                self.unattended.notify_all()
+            raise
 
     def _settle_one(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
         """Wait until a handle is committed, has failed, or its view has changed."""
@@ -495,14 +513,16 @@ class ElasticSession(RegroupMixin, Session):
         """Report what lands while no thread waits for it, until the end."""
         while not self._ending.is_set():
             with self.changed:
-                self.changed.wait_for(
-                    lambda: self._active or self._is_tracking or self._ending.is_set()
+                self.unattended.wait_for(
+                    lambda: self._is_unattended or self._ending.is_set(), _SLOW_LOOK_S
                 )
-            self._report_landed()
-            if isinstance(groups := self._groups, ElasticGroups):
-                groups.report_landings()
-            self._report_ended_links()
-            self._ending.wait(_LOOK_S)
+                is_busy = bool(self._active) or self._is_tracking
+            if is_busy:
+                self._report_landed()
+                if isinstance(groups := self._groups, ElasticGroups):
+                    groups.report_landings()
+                self._report_ended_links()
+                self._ending.wait(_LOOK_S)
 
     def _report_ended_links(self) -> None:
         """Report at once, once in a view, which link ended first: it explains those that follow.
@@ -516,6 +536,11 @@ class ElasticSession(RegroupMixin, Session):
             return
         self._told_ended = view
         self._report(now.failure("", Status.PEER_LOST), view)
+
+    @property
+    def _is_unattended(self) -> bool:
+        """Whether something is active that no thread waits for; the caller holds the lock."""
+        return self._is_tracking or not all(one.unit.is_awaited for one in self._active.values())
 
     @property
     def _is_tracking(self) -> bool:
@@ -685,7 +710,7 @@ class ElasticSession(RegroupMixin, Session):
     def _change_views(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._news is not None or self._ending.is_set())
+                self.view_ends.wait_for(lambda: self._news is not None or self._ending.is_set())
                 if self._ending.is_set():
                     return
                 self._is_changing = True
@@ -851,7 +876,8 @@ class ElasticSession(RegroupMixin, Session):
                 )  # fmt: skip
         self._ending.set()
         with self.changed:
-            self.changed.notify_all()
+            for waiting in (self.changed, self.view_ends, self.unattended):
+                waiting.notify_all()
         join_threads(self._threads, self.config.shutdown_timeout_s)
         super().close()
         self._fence.close()

@@ -39,6 +39,7 @@ class ViewHost(SessionHost, Protocol):
     """An elastic session, as its groups see it."""
 
     changed: threading.Condition  # guards what follows, and the landings of groups
+    unattended: threading.Condition  # of the same lock: notified of what nothing waits for
     view: int
     told_view: int  # the last one that the program knows of
     ended_windows: dict[str, str]  # of earlier views, by name: whose loss ended them
@@ -230,7 +231,7 @@ class ElasticGroups(Groups):
             if self._lost:
                 landing.is_committed = False
             self._landings[entry_of(operation)] = landing
-            self._changed.notify_all()
+            self._session.unattended.notify_all()
 
     def take(self, operation: Operation) -> Landing | None:
         """Return what is known of an operation, for what waits for it; None: nothing."""

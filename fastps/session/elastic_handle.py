@@ -40,6 +40,7 @@ class Scope:
         self.handles: list[ElasticHandle] = []
         self.is_closed = False
         self.reported = 0  # as of ElasticHandle
+        self.is_awaited = False  # as of ElasticHandle
 
     def close(self) -> None:
         """Say that all operations are in."""
@@ -79,6 +80,7 @@ class ElasticHandle(Handle[Array | list[Array]]):
         self.names = names
         self.entries: Sequence[str] = ()  # of the results, see control/commits.py
         self.reported = 0  # the view in which it was reported that it has landed
+        self.is_awaited = False  # a thread waits for it, or is about to, and reports its landing
         self.is_committed = False
         self.error: FastPSError | None = None  # why it cannot be started again
         # what brings results, replaced as a whole; all but the last: of entries committed in

@@ -86,7 +86,7 @@ class Newcomer(ElasticSession):
         self.check_usable()
         with ends_in_order(), self.changed:
             self._news = ViewJoined(0, "this worker joins")
-            self.changed.notify_all()
+            self.view_ends.notify_all()
             self.changed.wait_for(lambda: not self.is_waiting or self._fatal is not None)
             if self.is_waiting and self._fatal is not None:
                 raise type(self._fatal)(str(self._fatal))

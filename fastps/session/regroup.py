@@ -51,6 +51,7 @@ class RegroupMixin:
 
     view: int
     changed: threading.Condition
+    view_ends: threading.Condition
     config: Config
     _generation: int
     _client: ControlClient | None
@@ -163,6 +164,7 @@ class RegroupMixin:
             self._how = "without it" if isinstance(event, ViewLost) else "in a new view"
             self._changes.append(event)
             self.changed.notify_all()
+            self.view_ends.notify_all()
 
     def _take_changes(self, generation: int) -> list[ViewLost | ViewJoined]:
         """Return what led to the view of a generation, which begins now, and nothing has told yet.
