@@ -28,6 +28,7 @@ MODULES = [
     "fastps.transport.pipe._transport",
     "fastps.worker._plan",
     "fastps.worker._engine",
+    "fastps.worker._board",
     "fastps.collectives._exchange",
     "fastps.collectives._calls",
     "fastps.graph._windows",

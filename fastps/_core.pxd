@@ -127,6 +127,8 @@ cdef enum Probe:
     PROBE_LOCAL_ARRIVE = 8      # before a rank counts itself in among those of its machine
     PROBE_LOCAL_CHUNK = 9       # before a chunk is summed in shared memory
     PROBE_LOCAL_STAGE = 10      # a chunk was staged and not yet announced
+    PROBE_BOARD_MARK = 11       # a mark was written, and its report does not count yet
+    PROBE_BOARD_REPORT = 12     # a report counts
 # key: 0 where a call serves several; a tensor as a whole: its id << KEY_BITS.
 cdef void probe_hit(int point, uint64_t key, uint32_t version) noexcept nogil
 

@@ -36,7 +36,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Note:
-    """Add a view that has ended to the log of views."""
+    """Add a view that has ended to the log of views, or replace what was noted of it."""
 
     record: ViewRecord
 

@@ -249,7 +249,16 @@ class Plan:
             self.is_local,
             config.num_validators,
             view,
+            self.has_board(config),
         )
+
+    def has_board(self, config: Config) -> bool:
+        """Return who commits results of an elastic job: a board of all workers, or the scheduler.
+
+        A job that is made again (FASTPS_REPLAY) commits no more than that one did, which the
+        scheduler knows.
+        """
+        return config.is_elastic and self.is_local and config.n_programs > 1 and not config.replay
 
 
 def plan_job(config: Config, workers: list[Peer], servers: list[Peer]) -> Plan:

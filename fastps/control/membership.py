@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from fastps.config import Config
-from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
+from fastps.control.actions import Action, Close, Finish, Phase, Send
 from fastps.control.admission import (
     Peer,
     Plan,
@@ -48,7 +48,6 @@ from fastps.control.admission import (
 )
 from fastps.control.blame import (
     Suspicions,
-    broke_text,
     join_names,
     patience_s,
     start_text,
@@ -56,6 +55,7 @@ from fastps.control.blame import (
 from fastps.control.collectives import Answers, Collectives
 from fastps.control.commits import Commits
 from fastps.control.declarations import Declarations
+from fastps.control.landing import BoardLog, LandingMixin
 from fastps.control.newcomers import ALL_LEFT, JoiningMixin, Newcomers, too_late
 from fastps.control.protocol import (
     Absent,
@@ -63,6 +63,7 @@ from fastps.control.protocol import (
     Attend,
     AwaitEnds,
     AwaitStart,
+    BoardRead,
     ClockTold,
     Confirmed,
     Declare,
@@ -85,7 +86,6 @@ from fastps.control.protocol import (
     PeerLost,
     Regroup,
     ReportLost,
-    ResultsCommitted,
     ResultsLanded,
     Started,
     Tell,
@@ -112,11 +112,10 @@ MAX_NOTES = 8  # departures before the start that the text about missing members
 PULSE_CLOSED = "its pulse connection closed: it crashed, was killed or was cut off"
 GAVE_UP = "gave up waiting for the job to start"
 VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
-REPLAYED = "it was lost here in the job that this one makes again (FASTPS_REPLAY)"
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
-class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
+class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
     """The members of one job, their collectives and declarations."""
 
     def __init__(
@@ -187,6 +186,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
             self._out.append(Close(peer))
         elif isinstance(message, ResultsLanded):
             self._land(member, message, now)
+        elif isinstance(message, BoardRead):
+            self._take_board(member, message)
         elif self.is_changing and isinstance(message, Declare | Meeting | Waiting):
             self._fail(member, message.request, "view", VIEW_CHANGES)
         elif isinstance(message, Malformed):
@@ -451,6 +452,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
             self._view, owners=owners, weights=plan.weights, refused=self.refused
         )
         self._goes_on = workers[0].join.goes_on
+        self._board = BoardLog(self.generation) if plan.has_board(self._view) else None
         self._collectives = Collectives(
             self._view.n_programs, self._declarations,
             regroup=self._regroup if self._config.is_elastic else None,
@@ -871,45 +873,6 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin):
         for item in self._programs():
             if item.is_working and item.number in members:
                 self._send(item.peer, told)
-
-    def _land(self, member: Peer, message: ResultsLanded, now: float) -> None:
-        """Commit what has now landed on all workers that need it."""
-        number, n_workers = member.number, self._view.n_programs
-        if self.phase is not Phase.RUNNING or message.generation != self.generation:
-            return  # of a view that has ended: it is made again
-        if number is None or not (member.is_worker and member.is_working):
-            return
-        if not self._config.is_elastic:
-            return  # nothing is committed
-        members = frozenset(message.members or range(n_workers))
-        why = self._commits.refusal(message.entries, members, me=number, n=n_workers)
-        if why:
-            self._drop(member.peer, broke_text(why), now)
-            return
-        done, differences = self._commits.land(number, message.entries, members)
-        for one in differences:
-            self._note_difference(member, one, now)
-        if done:
-            committed = ResultsCommitted(tuple(done))
-            self._out += [
-                Send(item.peer, committed) for item in self._programs() if item.number in members
-            ]
-            self._replay_loss(now)
-
-    def _replay_loss(self, now: float) -> None:
-        """Lose the worker that the job which is made again has lost here."""
-        rank = self._replay.next_loss
-        found = next((item for item in self._programs() if item.place == rank), None)
-        if rank is not None and found is not None:
-            self._drop(found.peer, REPLAYED, now)
-
-    def _end_view(self, cause: str, *, has_boundary: bool = False) -> None:
-        """Note what was committed in a view that has ended, and by whom."""
-        self._n_views += 1
-        last = self._commits.last
-        record = ViewRecord(self._n_views, self._in_view, last, cause, has_boundary)
-        self._out.append(Note(record))
-        self._commits.end_view()
 
     # ---- the end ----
 

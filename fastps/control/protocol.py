@@ -114,7 +114,8 @@ class Job(_Record, frozen=True):
     servers that are processes of their own. owners: numbers of the members that can own keys:
     these servers, then, in a job with joint servers, the lowest rank of every machine, or all
     validators if there are some. is_local: all workers share one machine, so that no member needs
-    to own keys. view: its number in an elastic job, from 1 on.
+    to own keys. view: its number in an elastic job, from 1 on. has_board: in this view the workers
+    commit results by themselves, on a board in shared memory (worker/_board), not the scheduler.
     """
 
     job_id: Text
@@ -128,6 +129,7 @@ class Job(_Record, frozen=True):
     is_local: bool
     validators: Count = 0
     view: Count = 1
+    has_board: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for numbers of members that are not there."""
@@ -488,6 +490,16 @@ class ResultsLanded(_Message, frozen=True):
     members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)] = ()
 
 
+class BoardRead(_Message, frozen=True):
+    """Report what a board has committed in a view that ends for this worker, for the log of views.
+
+    entries: of the last result of each name that was committed in it.
+    """
+
+    generation: Id
+    entries: Annotated[tuple[Entry, ...], _Many]
+
+
 class Waiting(_Message, frozen=True):
     """Report what this worker waits for, and for how long; answered by StallTold.
 
@@ -549,6 +561,7 @@ ToScheduler: TypeAlias = (
     | Confirmed
     | Tell
     | ResultsLanded
+    | BoardRead
     | Whereabouts
 )
 

@@ -470,7 +470,7 @@ class Scheduler:
 
     def _note(self, record: ViewRecord) -> None:
         """Write the log of views, if there is one."""
-        self._views.append(record)
+        self._views[record.view - 1 : record.view] = [record]
         if self._config.view_log:
             try:
                 write_records(self._config.view_log, self._views)

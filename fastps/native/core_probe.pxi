@@ -50,6 +50,8 @@ _FAULT_POINTS = {
     "local_arrive": PROBE_LOCAL_ARRIVE,
     "local_chunk": PROBE_LOCAL_CHUNK,
     "local_stage": PROBE_LOCAL_STAGE,
+    "board_mark": PROBE_BOARD_MARK,
+    "board_report": PROBE_BOARD_REPORT,
 }
 _FAULT_ACTIONS = {
     "kill": ACTION_KILL,

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from fastps.server.dataplane import DataPlane
     from fastps.telemetry.recorder import Recorder
     from fastps.transport._link import Mapping
+    from fastps.worker._board import Board
 
 log = logging.getLogger(__name__)
 
@@ -280,8 +281,14 @@ class Connections:
             key=self._memory_key(),
             engine=self.engine,
             exchange=self.exchange,
+            has_board=self.job.has_board,
         )
         self.exchange.pages = self._group.pages
+
+    @property
+    def board(self) -> Board | None:
+        """Where the workers of this view commit results; None: the scheduler does."""
+        return None if self._group is None else self._group.board
 
     def _memory_key(self) -> bytes:
         """Make a key that no other job or generation has, also without a token."""

@@ -8,15 +8,18 @@ rules make the results right:
 
 1. Sources stay intact. An operation in place lands beside its array, and is copied there only
    when it is committed, so until then it can be started again.
-2. A result is handed out when it has landed on all workers, which the scheduler decides
-   (control/commits.py). All survivors know of the same commits when a view ends. Nobody has handed
-   out the rest, and all start it again, as a sum or average over the survivors.
+2. A result is handed out when it has landed on all workers. In a view whose workers share the
+   memory of one machine, a board in it decides that (worker/_board), else the scheduler does
+   (control/commits.py), as it does everywhere for operations among members. All survivors know of
+   the same commits when a view ends. Nobody has handed out the rest, and all start it again, as a
+   sum or average over the survivors.
 3. No survivor awaits the next view before its threads and links of the last one have ended, and
    the lost process, if it is on this machine, has ended too. So nothing of the last view is
    written once operations of the next one have begun.
 
 Threads: any that start and wait; fastps:view changes the view; fastps:commit reports what has
-landed while no thread of the program waits; the control thread takes commits.
+landed while no thread of the program waits, and takes what the board has committed; the control
+thread takes commits of the scheduler.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +44,7 @@ from fastps.contract.contract import Policy
 from fastps.control.commits import entry_of, parts_of
 from fastps.control.fence import Fence
 from fastps.control.protocol import (
+    BoardRead,
     Event,
     JobOver,
     Layout,
@@ -76,6 +80,7 @@ if TYPE_CHECKING:
     from fastps.control.blame import Failure
     from fastps.session.connections import Connections
     from fastps.session.groups import Groups
+    from fastps.worker._board import Board
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +119,8 @@ class ElasticSession(RegroupMixin, Session):
         self.told_view = 1  # the last one that the program knows of
         self._told_ended = 0  # and the scheduler, of links that ended
         self._counts: dict[str, int] = {}  # of commits, by name
+        self._board: Board | None = None  # of this view; None: the scheduler commits
+        self._on_board: dict[str, int] = {}  # the last results that it has committed, by name
         self._news: ViewLost | ViewJoined | None = None  # what the view is about to end for
         self._changes: list[ViewLost | ViewJoined] = []  # that have led to no view yet
         self._untold: list[ViewLost | ViewJoined] = []  # to views that were cut short
@@ -146,6 +153,7 @@ class ElasticSession(RegroupMixin, Session):
             self.first_place = self.rank, self.size
             assert super().groups is not None  # there from now on, except while a view begins
             self._generation = self.generations[1] = connections.job.generation
+            self._board = connections.board
             self._fence.watch(connections.job)
 
     def call_in_views(self, call: Callable[[View], object]) -> None:
@@ -436,6 +444,15 @@ class ElasticSession(RegroupMixin, Session):
     ) -> None:
         """Wait until a landed result is committed, or the view has changed."""
         with self.changed:
+            board = self._board if handle.view == self.view == view else None
+            marks = handle.left_marks if board is not None else []
+        if board is not None:
+            for mark in marks:
+                left_s = max(deadline - time.perf_counter(), 0.0)
+                if not board.wait(*mark, left_s, self.config.spin_us):
+                    break  # in time, or its view ends
+            self._take_landed([handle])
+        with self.changed:
             if not self.changed.wait_for(
                 lambda: handle._is_over() or self.view != view or self._fatal is not None,
                 max(deadline - time.perf_counter(), 0.0),
@@ -464,12 +481,12 @@ class ElasticSession(RegroupMixin, Session):
                 self._forget(one)
 
     def _report_landed(self) -> None:
-        """Report to the scheduler, in one message, all that has landed and was not reported yet.
+        """Report all that has landed and was not reported yet, on the board or by one message.
 
         What a program waits for later is committed with what it waits for now.
         """
         with self.changed:
-            entries: list[str] = []
+            landed: list[ElasticHandle] = []
             seen: set[int] = set()
             for handle in self._active.values():
                 unit = handle.unit
@@ -478,14 +495,57 @@ class ElasticSession(RegroupMixin, Session):
                 seen.add(id(unit))
                 if unit.reported != self.view and unit.has_landed(self.view):
                     unit.reported = self.view
-                    entries += [entry for one in handle.mates for entry in one.left_entries]
-            landed = ResultsLanded(self._generation, tuple(entries))
-        if entries and (client := self._client) is not None:
+                    landed += handle.mates
+            if not landed:
+                return
+            if (board := self._board) is not None:
+                board.report([mark for one in landed for mark in one.left_marks])
+                return
+            entries = tuple(entry for one in landed for entry in one.left_entries)
+            generation = self._generation
+        self._send(ResultsLanded(generation, entries))
+
+    def _send(self, message: ResultsLanded | BoardRead) -> None:
+        if (client := self._client) is not None:
             with contextlib.suppress(FastPSError):  # the end of the connection has its own error
-                client.send(landed)
+                client.send(message)
+
+    def _take_landed(self, handles: Iterable[ElasticHandle]) -> None:
+        """Commit what has landed on all workers, by the board of this view."""
+        with self.changed:
+            board, view = self._board, self.view
+            if board is None:
+                return
+            landed = [
+                entry
+                for one in handles
+                if one.view == view == one.unit.reported and not one._is_over()
+                for entry, mark in zip(one.left_entries, one.left_marks, strict=True)
+                if board.has(*mark)
+            ]
+            if landed:
+                self._on_board.update(map(parts_of, landed))
+                self._commit(landed)
+
+    def _read_board(self) -> None:
+        """Commit what the board of a view that ends has committed; all survivors read the same."""
+        with self.changed:
+            if self._board is not None:
+                self._board.seal()
+                self._take_landed(dict.fromkeys(self._active.values()))
+        self._tell_board()
+
+    def _tell_board(self) -> None:
+        """Tell the scheduler what the board has committed, for the log of views."""
+        with self.changed:
+            entries = tuple(entry_of(*last) for last in self._on_board.items())
+            read = BoardRead(self._generation, entries)
+            self._on_board = {}
+        if entries:
+            self._send(read)
 
     def _commit(self, entries: Sequence[str]) -> None:
-        """Take commits, on the control thread."""
+        """Take commits: of the scheduler, on the control thread, or of the board."""
         with self.changed:
             for entry in entries:
                 if entry.endswith("#"):
@@ -519,6 +579,7 @@ class ElasticSession(RegroupMixin, Session):
                 is_busy = bool(self._active) or self._is_tracking
             if is_busy:
                 self._report_landed()
+                self._take_landed(list(dict.fromkeys(self._active.values())))
                 if isinstance(groups := self._groups, ElasticGroups):
                     groups.report_landings()
                 self._report_ended_links()
@@ -703,6 +764,8 @@ class ElasticSession(RegroupMixin, Session):
     def _fail(self, error: FastPSError) -> None:
         with self.changed:
             self._fatal = self._fatal or error
+            if self._board is not None:
+                self._board.end()
             self.changed.notify_all()
 
     # ---- the next view ----
@@ -758,6 +821,7 @@ class ElasticSession(RegroupMixin, Session):
         if hasattr(self, "connections"):  # else this is a newcomer's first view
             self.connections.end_view()
         self._fence.wait()
+        self._read_board()
         if self.has_left:
             self._leave_at_boundary()
         else:
@@ -801,6 +865,7 @@ class ElasticSession(RegroupMixin, Session):
         with self.changed:
             self.view, self._untold = view.number, []
             self._generation = self.generations[self.view] = connections.job.generation
+            self._board = connections.board
             self.changed.notify_all()
 
     def _ruled_by_workers(self) -> str | None:
@@ -874,6 +939,7 @@ class ElasticSession(RegroupMixin, Session):
                     "%s landed here, but not on all workers within %g s of shutdown()",
                     ", ".join(self._landed()), self.config.shutdown_timeout_s,
                 )  # fmt: skip
+        self._tell_board()
         self._ending.set()
         with self.changed:
             for waiting in (self.changed, self.view_ends, self.unattended):

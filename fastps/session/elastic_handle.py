@@ -137,6 +137,16 @@ class ElasticHandle(Handle[Array | list[Array]]):
         """The entries of its results that are not committed."""
         return [self.entries[place] for place in self._left]
 
+    @property
+    def left_marks(self) -> list[tuple[int, int]]:
+        """The marks on a board of its results that are not committed, as of left_entries."""
+        left, tickets = set(self._left), self._parts[-1]._tickets
+        return [
+            (ticket.tensor.tensor_id, ticket.version)
+            for place, ticket in zip(self._begun, tickets, strict=True)
+            if place in left
+        ]
+
     def late(self, timeout_s: float) -> FastPSError:
         """Return the error of what has not ended in time."""
         part = self._parts[-1]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fastps.config import Config
     from fastps.control.client import ControlClient
     from fastps.control.fence import Fence
+    from fastps.worker._board import Board
     from fastps.worker._plan import PlannedTensor
 
 
@@ -64,6 +65,7 @@ class RegroupMixin:
     _active: dict[str, Any]
     _latest: weakref.WeakValueDictionary[str, Any]
     _counts: dict[str, int]
+    _board: Board | None
     _tensors: dict[str, PlannedTensor]
 
     if TYPE_CHECKING:
@@ -163,6 +165,8 @@ class RegroupMixin:
             self._news, self._cause, self.n_newcomers = event, event.cause, 0
             self._how = "without it" if isinstance(event, ViewLost) else "in a new view"
             self._changes.append(event)
+            if self._board is not None:
+                self._board.seal()
             self.changed.notify_all()
             self.view_ends.notify_all()
 

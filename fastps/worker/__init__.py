@@ -7,5 +7,6 @@ with the GIL, links and helpers complete without it.
 Read _stage.pxd (what a stage promises), _engine.pyx, _remote.pxi (links), _plan.pyx (tensors and
 the other stages), handle.py (what callers wait for). Ranks of one machine: _local_ring.pxi (the
 theory), _local_start.pxi, _local_work.pxi (one step of work, pipes too), _local.pxi (threads that
-do steps); local.py brings the ranks together.
+do steps); local.py brings the ranks together, and
+_board.pyx commits results of elastic jobs among them.
 """

@@ -21,6 +21,7 @@ from fastps.transport import shm
 from fastps.transport._link import Block, LinkOwner, Mapping
 from fastps.transport.pipe.ptrace import choose_root, list_ancestors
 from fastps.transport.traffic import Traffic, traffic
+from fastps.worker._board import Board, board_bytes
 from fastps.worker._engine import WorkerEngine
 from fastps.worker._plan import LocalStages, control_bytes, stage_area_bytes
 
@@ -43,11 +44,17 @@ def count_copy_threads(config: Config, n_ranks: int) -> int:
     return max(threads - 1, 0)
 
 
+def _board_at(n: int) -> int:
+    """Return where the board of n ranks begins in their control memory."""
+    return -(-control_bytes(n) // shm.LINE_BYTES) * shm.LINE_BYTES
+
+
 class LocalGroup:
     """One rank's share in the memory of its machine.
 
     ranks: the workers of this machine, in order. key: a secret of this job and generation.
     engine: whose plan gets the stages. exchange: owner of links to the other ranks.
+    has_board: whether all workers of the job are here, and commit results by a board.
     Raises TransportError, TransportTimeout.
     """
 
@@ -61,6 +68,7 @@ class LocalGroup:
         key: bytes,
         engine: WorkerEngine,
         exchange: LinkOwner,
+        has_board: bool = False,
     ) -> None:
         """Exchange memory with the other ranks; blocks up to start_timeout_s."""
         index = list(ranks).index(rank)
@@ -69,7 +77,7 @@ class LocalGroup:
             self.arena = shm.Arena(config.shared_memory_bytes)
             self._stage: Block | None
             self._stage, offset = self.arena.allocate(stage_area_bytes(STAGE_BYTES))
-            controls, arenas = self._exchange(ranks, rank, key, deadline)
+            controls, arenas = self._exchange(ranks, rank, key, deadline, has_board=has_board)
         except (OSError, MemoryError) as error:
             raise TransportError(
                 f"cannot share memory with the workers of this machine: {error}; to use "
@@ -79,6 +87,11 @@ class LocalGroup:
         arenas[index] = self.arena.mapping
         self.arenas = dict(zip(ranks, arenas, strict=True))
         self._engine = engine
+        self.board = (
+            Board(controls[0], _board_at(len(ranks)), n=len(ranks), index=index)
+            if has_board
+            else None
+        )
         stages = LocalStages(
             ranks=ranks,
             index=index,
@@ -130,10 +143,12 @@ class LocalGroup:
         self.arena.close()
 
     def _exchange(
-        self, ranks: Sequence[int], rank: int, key: bytes, deadline: float
+        self, ranks: Sequence[int], rank: int, key: bytes, deadline: float, *, has_board: bool
     ) -> tuple[list[Mapping], list[Mapping]]:
         """Return all ranks' control memories (the first counts) and arenas, mapped."""
-        control = shm.create_memory(control_bytes(len(ranks)))
+        n = len(ranks)
+        nbytes = _board_at(n) + board_bytes(n) if has_board else control_bytes(n)
+        control = shm.create_memory(nbytes)
         try:
             everybodys = shm.exchange(
                 (control, self.arena.descriptor), ranks=ranks, rank=rank, key=key,
@@ -142,7 +157,7 @@ class LocalGroup:
         finally:
             os.close(control)
         try:
-            controls = [Mapping(everybodys[0][0], control_bytes(len(ranks)))]
+            controls = [Mapping(everybodys[0][0], nbytes)]
             arenas = [Mapping(two[1], os.fstat(two[1]).st_size) for two in everybodys]
         finally:
             for two in everybodys:

@@ -63,7 +63,10 @@ def run(
         return results_of(job, *victims)
 
 
-SHARED_KILLS = ["local_arrive@40", "local_chunk@60", "local_stage@30", "worker_start@60"]
+SHARED_KILLS = [
+    "local_arrive@40", "local_chunk@60", "local_stage@30", "worker_start@60", "board_mark@40",
+    "board_mark@41", "board_report@20", "board_report@21",
+]  # fmt: skip
 LINK_KILLS = ["worker_start@60", "worker_result@150", "link_send@60", "link_recv@70"]
 SERVER_KILLS = ["server_landing@200", "server_sum@60", "server_result@90", "link_recv@80"]
 

@@ -88,7 +88,7 @@ class Driver:
             elif isinstance(action, Close):
                 self.closed.add(action.peer)
             elif isinstance(action, Note):
-                self.records.append(action.record)
+                self.records[action.record.view - 1 : action.record.view] = [action.record]
             else:
                 assert self.finish is None
                 self.finish = action

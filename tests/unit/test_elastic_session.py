@@ -3,26 +3,36 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fastps.config import load
 from fastps.control.blame import Failure, Witness
-from fastps.control.protocol import PeerLost, ResultsCommitted, ResultsLanded, ViewLost
+from fastps.control.protocol import BoardRead, PeerLost, ResultsCommitted, ResultsLanded, ViewLost
 from fastps.errors import Status, ViewChangedError
 from fastps.session.elastic import ElasticSession
 from fastps.session.elastic_handle import ElasticHandle, Scope
 from fastps.session.session import State
 from fastps.session.view import Hold
+from fastps.transport import shm
+from fastps.transport._link import Mapping
+from fastps.worker._board import Board, board_bytes
 
 
 class Part:
     """The half of an operation's handle that a session asks for."""
 
     has_landed = False
+
+    def __init__(self, names: Sequence[str], version: int = 1) -> None:
+        tensors = [SimpleNamespace(tensor_id=ord(name) - ord("a")) for name in names]
+        self._tickets = [SimpleNamespace(tensor=one, version=version) for one in tensors]
 
     def poll(self) -> bool:
         return self.has_landed
@@ -41,16 +51,33 @@ class Client:
         self.sent.append(message)
 
 
-@pytest.fixture
-def session() -> Any:
+def make_session() -> Any:
     made: Any = ElasticSession.__new__(ElasticSession)
     made.view, made._generation, made._active, made._counts = 1, 7, {}, {}
     made.changed, made._client = threading.Condition(), Client()
+    made._board, made._on_board, made._groups, made._fatal = None, {}, None, None
     return made
 
 
+@pytest.fixture
+def session() -> Any:
+    return make_session()
+
+
+@pytest.fixture
+def sessions() -> list[Any]:
+    """Return those of two workers with a board."""
+    nbytes = board_bytes(2)
+    descriptor = shm.create_memory(nbytes)
+    found = [make_session(), make_session()]
+    for rank, one in enumerate(found):
+        one._board = Board(Mapping(descriptor, nbytes), 0, n=2, index=rank)
+    os.close(descriptor)
+    return found
+
+
 def started(session: Any, *names: str, scope: Scope | None = None) -> tuple[ElasticHandle, Part]:
-    part = Part()
+    part = Part(names)
     handle = ElasticHandle(
         session, names, [], [], lambda places: part, is_single=True, scope=scope  # type: ignore[arg-type, return-value]
     )  # fmt: skip
@@ -167,3 +194,75 @@ def test_what_holds_keeps_others_from_joining(session):
     _, part = started(session, "a")
     part.has_landed = True
     assert not session.is_at_boundary  # until it is committed
+
+
+def land(session: Any, *parts: Part) -> None:
+    for part in parts:
+        part.has_landed = True
+    session._report_landed()
+
+
+def take(session: Any) -> None:
+    session._take_landed(list(session._active.values()))
+
+
+def test_a_result_is_committed_when_all_have_reported_it_on_the_board(sessions):
+    (first, ours), (second, theirs) = (started(one, "a", "b") for one in sessions)
+    land(sessions[0], ours)
+    assert not sessions[0]._client.sent  # the scheduler has no part in it
+    take(sessions[0])
+    take(sessions[1])  # which has it not
+    assert not first.is_committed
+    assert not second.is_committed
+    land(sessions[1], theirs)
+    take(sessions[0])
+    assert first.is_committed
+    assert sessions[0]._counts == {"a": 1, "b": 1}
+    sessions[1]._read_board()  # it has not looked, and knows it nevertheless
+    assert second.is_committed
+    assert not sessions[1]._active
+
+
+def test_what_others_have_not_reported_is_not_committed_when_a_view_ends(sessions):
+    handles = [started(one, "a") for one in sessions]
+    land(sessions[0], handles[0][1])
+    sessions[0]._read_board()
+    land(sessions[1], handles[1][1])  # too late
+    sessions[1]._read_board()
+    assert not any(handle.is_committed for handle, _ in handles)
+    assert all(one._active for one in sessions)
+
+
+def test_a_scope_is_on_the_board_as_a_whole(sessions):
+    scopes = [Scope(), Scope()]
+    both = [
+        [started(one, name, scope=scope) for name in "ab"]
+        for one, scope in zip(sessions, scopes, strict=True)
+    ]
+    for scope in scopes:
+        scope.close()
+    land(sessions[0], *(part for _, part in both[0]))
+    land(sessions[1], both[1][0][1])  # half of it
+    for one in sessions:
+        one._read_board()
+    assert not any(handle.is_committed for half in both for handle, _ in half)
+
+
+def test_nothing_of_an_earlier_view_is_reported_while_the_next_one_begins(sessions):
+    (handle, part), _ = (started(one, "a") for one in sessions)
+    sessions[0]._read_board()
+    land(sessions[0], part)
+    assert not sessions[0]._client.sent
+    assert not handle.is_committed
+
+
+def test_the_scheduler_hears_what_the_board_has_committed(sessions):
+    parts = [started(one, "a", "b")[1] for one in sessions]
+    for one, part in zip(sessions, parts, strict=True):
+        land(one, part)
+    sessions[0]._read_board()
+    sessions[0]._read_board()  # another member was lost meanwhile
+    sessions[1]._take_landed(list(sessions[1]._active.values()))
+    sessions[1]._tell_board()  # it leaves in order
+    told = BoardRead(7, ("a#1", "b#1"))
+    assert [one._client.sent for one in sessions] == [[told]] * 2

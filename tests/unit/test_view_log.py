@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastps.control.commits import entry_of, parts_of
-from fastps.control.protocol import Regroup, ResultsCommitted, ResultsLanded, Started, ViewLost
+from fastps.control.protocol import (
+    BoardRead,
+    Regroup,
+    ResultsCommitted,
+    ResultsLanded,
+    Started,
+    ViewLost,
+)
 from fastps.control.scheduler import Scheduler
 from fastps.control.view_log import Replay, ViewRecord, read_records, write_records
 from fastps.errors import ConfigError
@@ -226,3 +233,50 @@ def test_what_workers_joined_or_left_is_not_made_again(tmp_path):
     write_records(str(tmp_path / "views"), records)
     with pytest.raises(ConfigError, match="joined or left"):
         Scheduler(make_config(size=2, elastic_min=1, replay=str(tmp_path / "views")))
+
+
+def committed_by_board(**lost: int) -> Training:
+    """Let a worker be lost in a view with a board, of which the survivors read some commits."""
+    training = Training([])
+    driver = training.driver
+    driver.die(training.peers[0])
+    for peer in training.peers[1:]:
+        driver.say(peer, BoardRead(1, tuple(entry_of(name, lost[name]) for name in lost)))
+    training.survive()
+    return training
+
+
+def test_the_log_has_what_a_board_has_committed():
+    training = committed_by_board(a=3, b=1)
+    driver = training.driver
+    assert [one.committed for one in driver.records] == [{"a": 3, "b": 1}]
+    driver.say(training.peers[1], BoardRead(1, ("a#9",)))  # of a view that all have ended
+    driver.say(training.peers[1], BoardRead(2, ("a#4",)))  # before it leaves
+    driver.say(training.peers[1], BoardRead(2, ("a#7",)))  # once is all that it has to say
+    driver.say(training.peers[2], BoardRead(2, ("a#5",)))
+    for peer in training.peers[1:]:
+        driver.leave(peer)
+    assert [one.committed for one in driver.records] == [{"a": 3, "b": 1}, {"a": 5}]
+    assert [one.workers for one in driver.records] == [(0, 1, 2), (1, 2)]
+
+
+def test_a_view_that_was_cut_short_keeps_the_record_of_the_one_before():
+    training = Training([])
+    driver = training.driver
+    for peer in training.peers[:2]:
+        driver.die(peer)
+    driver.say(training.peers[2], BoardRead(1, ("a#3",)))
+    training.survive()
+    assert [(one.view, one.committed) for one in driver.records] == [(1, {"a": 3}), (2, {})]
+
+
+@pytest.mark.parametrize("how", [{"force_distributed": True, "num_servers": 1}, {"replay": "x"}])
+def test_the_scheduler_commits_where_workers_have_no_board(how):
+    driver = Driver(**{"size": 2, "num_servers": 0, "elastic_min": 1, "lease_s": 5, **how})
+    peers, _ = driver.start()
+    started = driver.last(peers[0])
+    assert isinstance(started, Started)
+    assert not started.job.has_board
+    driver.say(peers[0], BoardRead(1, ("a#3",)))
+    driver.die(peers[0])
+    assert [one.committed for one in driver.records] == [{}]
