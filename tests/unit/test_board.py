@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -193,3 +195,77 @@ def test_survivors_agree_when_a_view_ends(history):
         if rank not in living and all(landed[one] == landed[rank] for one in range(SIZE)):
             kept = {version <= survivors[0][tensor] for tensor, version in some}
             assert len(kept) <= 1, "half of a report counts"
+
+
+NOTES = OFFSET + board_bytes(SIZE)  # beside the board: stop | last handed out, and at the end
+ROUNDS = 6
+
+
+def work(descriptor: int, rank: int) -> None:
+    """Report results as they are committed, until told to stop; then seal, and note the rest."""
+    mapping = Mapping(descriptor, NOTES + 4096)
+    board = Board(mapping, OFFSET, n=SIZE, index=rank)
+    notes = np.frombuffer(Block(mapping, NOTES, 4096, None), np.int64)
+    ours, last = (notes[1 + (rank + at * SIZE) * TENSORS :][:TENSORS] for at in range(2))
+    version = 0
+    while not notes[0]:
+        version += 1
+        if not board.report([(tensor, version) for tensor in range(TENSORS)]):
+            break
+        for tensor in range(TENSORS):
+            while not board.wait(tensor, version, 0.001, 5) and not notes[0]:
+                pass
+            if board.has(tensor, version):
+                ours[tensor] = version
+    board.seal()
+    for tensor in range(TENSORS):
+        last[tensor] = max(one for one in (version - 1, version) if board.has(tensor, one))
+    assert not board.report([(0, version + 1)])
+
+
+def forked(descriptor: int, rank: int) -> int:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            work(descriptor, rank)
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_survivors_agree_whenever_a_process_is_killed_or_stopped(how):
+    """A stopped one wakes when the others have read the board, and adds nothing to it."""
+    rng = random.Random(int(how))
+    for turn in range(ROUNDS):
+        descriptor = _memory(NOTES + 4096)
+        notes = np.frombuffer(
+            Block(Mapping(descriptor, NOTES + 4096), NOTES, 4096, None), np.int64
+        )
+        children = [forked(descriptor, rank) for rank in range(SIZE)]
+        begun = notes[1 : 1 + SIZE * TENSORS].reshape(SIZE, TENSORS)
+        last = notes[1 + SIZE * TENSORS :][: SIZE * TENSORS].reshape(SIZE, TENSORS)
+        deadline = time.monotonic() + 60
+        while begun.min() < 20 and time.monotonic() < deadline:
+            os.sched_yield()
+        for _ in range(rng.randrange(3000)):
+            os.sched_yield()
+        victim = turn % SIZE
+        os.kill(children[victim], how)
+        notes[0] = 1
+        others = [rank for rank in range(SIZE) if rank != victim]
+        assert [os.waitpid(children[rank], 0)[1] for rank in others] == [0, 0]
+        found = last[others].tolist()
+        if how == signal.SIGSTOP:
+            os.kill(children[victim], signal.SIGCONT)
+        status = os.waitpid(children[victim], 0)[1]
+        os.close(descriptor)
+        assert status == (0 if how == signal.SIGSTOP else signal.SIGKILL)
+        assert found[0] == found[1]
+        assert found[0][0] >= 20
+        assert len(set(found[0])) == 1, "half of a report counts"
+        assert (begun <= found[0]).all(), "handed out what survivors make again"
+        if how == signal.SIGSTOP:
+            assert last[victim].tolist() == found[0]
