@@ -6,8 +6,8 @@ process sets. When the scheduler says that a member is lost, the thread fastps:v
 that, awaits the next view with the other survivors, and starts again what was in flight. Three
 rules make the results right:
 
-1. Sources stay intact. An operation in place lands beside its array, and is copied there only
-   when it is committed, so until then it can be started again.
+1. Sources stay intact, or what an operation in place overwrites is kept as a copy, until the
+   result is committed. So until then it can be started again. A broadcast lands beside its arrays.
 2. A result is handed out when it has landed on all workers. In a view whose workers share the
    memory of one machine, a board in it decides that (worker/_board), else the scheduler does
    (control/commits.py), as it does everywhere for operations among members. All survivors know of
@@ -130,8 +130,9 @@ class ElasticSession(RegroupMixin, Session):
         self._fatal: FastPSError | None = None  # why no view comes any more
         self._active: dict[str, ElasticHandle] = {}  # in the order of their starts, by name
         self._layouts: dict[str, Layout] = {}  # of what was declared in earlier views
-        self._landings: dict[str, Array] = {}  # of operations in place, by name
-        # started last on each name; until it is handed out, the result of one in place is beside
+        self._landings: dict[str, Array] = {}  # of results that overlap their arrays, by name
+        self._copies: dict[str, Array] = {}  # of what operations in place overwrite, by name
+        # started last on each name; until it is handed out, its result may be unscaled or beside
         self._latest: weakref.WeakValueDictionary[str, ElasticHandle] = (
             weakref.WeakValueDictionary()
         )
@@ -246,8 +247,13 @@ class ElasticSession(RegroupMixin, Session):
                 **options,
             )  # fmt: skip
 
+        copies = {
+            place: self._copy_for(name, array)
+            for place, (name, array) in enumerate(zip(names, arrays, strict=True))
+            if landings[place] is array
+        }
         handle = ElasticHandle(
-            self, names, landings, outputs, begin, is_single=is_single, scope=scope
+            self, names, landings, outputs, begin, is_single=is_single, scope=scope, copies=copies
         )
         handle.is_awaited = is_awaited
         return self._started(handle)
@@ -323,12 +329,19 @@ class ElasticSession(RegroupMixin, Session):
                 return
 
     def _landing(self, name: str, array: Array, output: Array) -> Array:
-        """Return where a result lands: beside its array."""
-        if output is not array and not np.may_share_memory(array, output):
+        """Return where a result lands: beside its array where the two overlap in part."""
+        if output is array or not np.may_share_memory(array, output):
             return output
         known = self._landings.get(name)
         if known is None or known.shape != output.shape or known.dtype != output.dtype:
             known = self._landings[name] = self.result_like(output)
+        return known
+
+    def _copy_for(self, name: str, array: Array) -> Array:
+        """Return memory for a copy of the array of an operation in place."""
+        known = self._copies.get(name)
+        if known is None or known.shape != array.shape or known.dtype != array.dtype:
+            known = self._copies[name] = np.empty_like(array)
         return known
 
     def _started(self, handle: ElasticHandle) -> ElasticHandle:
@@ -344,6 +357,7 @@ class ElasticSession(RegroupMixin, Session):
                 before.wait()
             if (latest := self._latest.get(name)) is not None:
                 latest.hand_out()
+        handle.copy_sources()
 
         def start() -> None:
             with self.changed:  # in this view: newcomers begin to count from 1 on
@@ -477,6 +491,7 @@ class ElasticSession(RegroupMixin, Session):
         """Let an operation fail, and those of its scope, which cannot be handed out without it."""
         with self.changed:
             for one in handle.mates:
+                one.restore_sources()
                 one.error = error
                 self._forget(one)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -55,7 +55,8 @@ class ElasticHandle(Handle[Array | list[Array]]):
     """The handle of an operation that is started again when members are lost.
 
     begin: starts it on the tensors at some places, and returns the handle. landings: where
-    results land; outputs: where they are handed out.
+    results land; outputs: where they are handed out. copies: memory for those sources that results
+    land on, by place.
     """
 
     _factor: tuple[float, DType] | None = None
@@ -70,11 +71,13 @@ class ElasticHandle(Handle[Array | list[Array]]):
         *,
         is_single: bool,
         scope: Scope | None = None,
+        copies: Mapping[int, Array] | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._session = session
         self.scope = scope
         self._landings, self._outputs = landings, outputs
+        self._copies, self._has_begun = copies or {}, False
         self._is_single = is_single
         self._begin = begin
         self.names = names
@@ -96,12 +99,26 @@ class ElasticHandle(Handle[Array | list[Array]]):
         A thread that waits reads the view first, and so never takes the end of what was started
         in the last view for that of this one.
         """
+        self.restore_sources()
+        self._has_begun = True
         left, parts = list(self._left), self._parts
         if parts:  # of the last one counts what was committed
             kept = [at for at, place in enumerate(self._begun) if place not in left]
             parts = [*parts[:-1], *([parts[-1].of_some(kept)] if kept else [])]
         self._parts, self._begun = [*parts, self._begin(left)], left
         self.view = view
+
+    def copy_sources(self) -> None:
+        """Keep what results land on, before it is started for the first time."""
+        for place, copy in self._copies.items():
+            np.copyto(copy, self._landings[place])
+
+    def restore_sources(self) -> None:
+        """Undo what has landed and is not committed, where nothing lands any more."""
+        if self._has_begun:
+            for place in self._left:
+                if place in self._copies:
+                    np.copyto(self._landings[place], self._copies[place])
 
     def status(self) -> int | None:
         """Return how it ended: None: it has not, 0: it has landed."""

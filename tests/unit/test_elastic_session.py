@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastps.config import load
 from fastps.control.blame import Failure, Witness
 from fastps.control.protocol import BoardRead, PeerLost, ResultsCommitted, ResultsLanded, ViewLost
-from fastps.errors import Status, ViewChangedError
+from fastps.errors import PeerLostError, Status, ViewChangedError
 from fastps.session.elastic import ElasticSession
 from fastps.session.elastic_handle import ElasticHandle, Scope
 from fastps.session.session import State
@@ -266,3 +267,23 @@ def test_the_scheduler_hears_what_the_board_has_committed(sessions):
     sessions[1]._tell_board()  # it leaves in order
     told = BoardRead(7, ("a#1", "b#1"))
     assert [one._client.sent for one in sessions] == [[told]] * 2
+
+
+def test_what_an_operation_in_place_has_overwritten_is_there_when_it_begins_again(session):
+    arrays = [np.arange(3.0), np.arange(3.0)]
+    handle = ElasticHandle(
+        session, "ab", arrays, arrays, lambda places: Part("ab"), is_single=False,  # type: ignore[arg-type, return-value]
+        copies={0: np.empty(3), 1: np.empty(3)},
+    )  # fmt: skip
+    handle.entries = ["a#1", "b#1"]
+    handle.copy_sources()
+    handle.start(1)
+    for array in arrays:
+        array += 10  # one result, and half of another
+    handle.commit("a#1")
+    handle._parts = ()
+    handle.start(2)
+    assert [array.tolist() for array in arrays] == [[10, 11, 12], [0, 1, 2]]
+    arrays[1][0] = 7
+    session._keep_error(handle, PeerLostError("x"))
+    assert [array.tolist() for array in arrays] == [[10, 11, 12], [0, 1, 2]]
