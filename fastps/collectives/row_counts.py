@@ -137,25 +137,31 @@ def row_counts_of_each(
 
 def gather_objects(group: Group, obj: Any, name: str | None) -> list[Any]:
     """Return the objects of all members; TypeError on all if one cannot travel. Blocks."""
+
+    def exchange() -> Stages:
+        return completed((yield from object_stages(group, obj, name)))
+
+    found: list[Any] = group.run(name, exchange()).wait()
+    return found
+
+
+def object_stages(
+    group: Group, obj: Any, name: str | None
+) -> Generator[Operation, None, list[Any]]:
+    """Return the objects of all members, as gather_objects(); in stages."""
     from fastps.collectives.objects import decode_of, encode_for_all  # noqa: PLC0415
 
     own = np.frombuffer(encode_for_all(obj), np.uint8)
-
-    def exchange() -> Stages:
-        told = yield from tell(
-            Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects")
-        )
-        whole: Array = np.empty(sum(told.counts), np.uint8)
-        if told.is_whole:
-            told.land(whole)
-        else:
-            handle = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
-            yield from handle.operations
-        return completed((whole.tobytes(), told.counts))
-
-    everything, counts = group.run(name, exchange()).wait()
-    found, start = [], 0
-    for rank, count in zip(group.ranks, counts, strict=True):
+    told = yield from tell(Rows(group, "allgather", own, [len(own)], DType.UINT8, name, "objects"))
+    whole: Array = np.empty(sum(told.counts), np.uint8)
+    if told.is_whole:
+        told.land(whole)
+    else:
+        handle = group.allgather(own, whole, counts=told.counts, name=rest_of(name))
+        yield from handle.operations
+        handle.wait()
+    everything, start, found = whole.tobytes(), 0, []
+    for rank, count in zip(group.ranks, told.counts, strict=True):
         found.append(decode_of(rank, everything[start : start + count]))
         start += count
     return found

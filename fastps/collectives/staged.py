@@ -16,14 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
-from fastps.errors import ShutdownError
+from fastps.errors import ShutdownError, StallError
 from fastps.worker.handle import Handle
 
 if TYPE_CHECKING:
     from fastps.collectives._exchange import Exchange, Operation
 
+T = TypeVar("T")
 Stages: TypeAlias = "Generator[Operation, None, Handle[Any]]"
 
 
@@ -229,6 +230,37 @@ class Lines:
             thread.join(timeout_s)
         for line in self._busy:
             line.close()
+
+
+class Resumable(Generic[T]):
+    """An operation that a call waits for, and the next call where that one has timed out."""
+
+    def __init__(self, group: StagedGroup, stages: Generator[Operation, None, T]) -> None:
+        """Start its first exchange."""
+        self._group, self._stages = group, stages
+        self._operation: Operation | None = None  # the exchange that has to end before it goes on
+        self._result: list[T] = []
+        self._go_on()
+
+    def wait(self) -> T:
+        """Return its result; after a StallError or Ctrl-C it is still in flight. Blocks."""
+        while self._operation is not None:
+            try:
+                self._group.finish(self._operation)
+            except StallError:
+                raise
+            except Exception as error:
+                self._go_on(error)
+            else:
+                self._go_on()
+        return self._result[0]
+
+    def _go_on(self, error: Exception | None = None) -> None:
+        try:
+            self._operation = next(self._stages) if error is None else self._stages.throw(error)
+        except StopIteration as end:
+            self._operation = None
+            self._result.append(end.value)
 
 
 def run(group: StagedGroup, stages: Stages) -> Handle[Any]:

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fastps.collectives._exchange import Exchange
 from fastps.collectives.group import Group
+from fastps.collectives.staged import Resumable
 from fastps.config.words import encoded_name
 from fastps.errors import FastPSError, MismatchError, StallError, Status
 from fastps.graph._windows import Window, WindowAction, Windows, buffer_offset, window_bytes
@@ -51,7 +52,8 @@ class _Host(Protocol):
     def timeout_s(self) -> float: ...
     def reach(self, members: Sequence[int]) -> None: ...
     def living(self) -> Group: ...
-    def gather(self, obj: Any, name: str) -> dict[int, Any]: ...
+    def start_gather(self, obj: Any, name: str) -> Resumable[dict[int, Any]]: ...
+    def meet(self, name: str) -> None: ...
     def check_usable(self) -> None: ...
     def waiting_by(self, explain: Explain) -> Waiting: ...
     def explain(self, operation: Any, status: int | None, timeout_s: float) -> FastPSError: ...
@@ -73,6 +75,23 @@ class CreatedWindow:
     user: Any
 
 
+class NewWindow(NamedTuple):
+    """A window that other workers may count already, whether or not this one does."""
+
+    window: Window
+    array: Array
+    gathering: Resumable[dict[int, Any]]
+
+    def is_over(self, array: Array) -> bool:
+        """Return whether it is over an array."""
+        known = self.array
+        return (array.ctypes.data, array.shape, array.dtype) == (
+            known.ctypes.data,
+            known.shape,
+            known.dtype,
+        )
+
+
 class WindowTable:
     """The windows of one worker."""
 
@@ -84,6 +103,7 @@ class WindowTable:
             self._own_exchange = Exchange(me=0, n_members=1, engine=engine)
         self._engine = Windows(self._own_exchange or host.exchange)
         self._created: dict[str, CreatedWindow] = {}
+        self._late: dict[str, NewWindow] = {}  # whose creation has timed out
         self._generations: Counter[str] = Counter()
         self.has_p = False  # whether P travels with values
 
@@ -101,36 +121,57 @@ class WindowTable:
         """Create a window over an array; False where the name is taken.
 
         Workers that are lost have no part in it, and their weights are divided among the others.
-        user: see CreatedWindow.
+        After a StallError or Ctrl-C, the next call still waits for the same window. user: see
+        CreatedWindow.
         """
         self._host.check_usable()
         if name in self._created:
             return False
         _check_array(array, name)
         code = dtype_of(array.dtype) if dtype is None else dtype
-        me, graph = self._host.me, self._neighbors.graph
-        left = self._host.living().ranks
-        sources = [one for one in graph.topology.in_neighbors(me) if one in left]
-        targets = [one for one in graph.topology.out_neighbors(me) if one in left]
-        if self._own_exchange is None:
-            self._host.reach([*{*sources, *targets}])
-        room = self._room(window_bytes(array.nbytes, len(sources)))
-        self._generations[name] += 1
-        window = self._make(name, array, room, sources, code, zero_init=zero_init)
-        shapes = self._host.gather(
-            [array.nbytes, int(code), sources, targets, self._offset(room), self._offset(array)],
-            f"win_create {name}",
-        )
+        new = self._late.pop(name, None) or self._begin(array, name, code, zero_init=zero_init)
+        if not new.is_over(array):
+            self._late[name] = new
+            raise ValueError(
+                f"window {name!r}: its creation over another array has timed out, and other "
+                "workers may count that one; call win_create() with the same array again"
+            )
+        window, graph = new.window, self._neighbors.graph
+        try:
+            shapes = new.gathering.wait()
+        except (StallError, KeyboardInterrupt):
+            self._late[name] = new
+            raise
         self._agree(name, shapes)
         window.connect(*self._places(shapes, array.nbytes), keep=dict(self._host.arenas))
-        sources = [one for one in sources if one in shapes]  # some may be lost by now
+        sources = [one for one in window.sources if one in shapes]  # some may be lost by now
         if graph.is_weighted:
-            own, weights = _divided(*graph.topology.receive_weights(me), sources)
+            own, weights = _divided(*graph.topology.receive_weights(self._host.me), sources)
         else:
             own = 1 / (len(sources) + 1)
             weights = dict.fromkeys(sources, own)
         self._created[name] = CreatedWindow(window, array, code, own, weights, user)
         return True
+
+    def _begin(self, array: Array, name: str, code: DType, *, zero_init: bool) -> NewWindow:
+        """Make this worker's part of a window, and start to tell others of it.
+
+        It is counted once that has begun: so all workers count the same windows of a name.
+        """
+        me, topology = self._host.me, self._neighbors.graph.topology
+        left = self._host.living().ranks
+        sources = [one for one in topology.in_neighbors(me) if one in left]
+        targets = [one for one in topology.out_neighbors(me) if one in left]
+        if self._own_exchange is None:
+            self._host.reach([*{*sources, *targets}])
+        room = self._room(window_bytes(array.nbytes, len(sources)))
+        window = self._make(name, array, room, sources, code, zero_init=zero_init)
+        gathering = self._host.start_gather(
+            [array.nbytes, int(code), sources, targets, self._offset(room), self._offset(array)],
+            f"win_create {name}",
+        )
+        self._generations[name] += 1
+        return NewWindow(window, array, gathering)
 
     def _room(self, nbytes: int) -> Array:
         """Return memory for buffers: shared with the neighbours of this machine, if any is."""
@@ -156,7 +197,7 @@ class WindowTable:
         from fastps.reduce import reduce_kernel  # noqa: PLC0415  (few need kernels)
 
         mix = reduce_kernel(ReduceOp.MIX, code) if ReduceOp.MIX.has_meaning(code) else 0
-        text = b"window %d " % self._generations[name] + encoded_name(name)
+        text = b"window %d " % (self._generations[name] + 1) + encoded_name(name)
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         return Window(
             self._engine, name, number, _bytes_of(array), room, sources, itemsize=code.itemsize,
@@ -213,12 +254,20 @@ class WindowTable:
         for one in names:
             known = self._created[one]
             try:
-                self.flush(one).wait()
-                self._host.living().barrier(name=f"win_free {one}").wait()
+                self._flush_with_all(one)
             finally:
                 del self._created[one]
                 known.window.free(timeout_s=self._host.timeout_s)
         return True
+
+    def _flush_with_all(self, name: str) -> None:
+        """Wait until all that are left have done their operations on a window, or failed."""
+        try:
+            self.flush(name).wait()
+        except FastPSError:
+            self._host.meet(f"win_free {name}")
+            raise
+        self._host.meet(f"win_free {name}")
 
     def find(self, name: str) -> CreatedWindow:
         """Return a window by its name. Raises ValueError, or ViewChangedError if it has ended."""

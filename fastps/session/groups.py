@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Container, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastps.collectives._calls import invalidate_call_cache
-from fastps.collectives.channels import BARRIER
+from fastps.collectives.channels import BARRIER, rest_of
 from fastps.collectives.descriptions import Membership
 from fastps.collectives.group import Group
 from fastps.collectives.group_base import explain as explain_operation
-from fastps.collectives.row_counts import gather_objects
-from fastps.collectives.staged import Lines
+from fastps.collectives.row_counts import gather_objects, object_stages
+from fastps.collectives.staged import Lines, Resumable
 from fastps.errors import (
     ConfigError,
     FastPSError,
@@ -68,6 +68,7 @@ class Groups:
         # goes on without the lost is numbered apart
         goes_on = session.config.goes_on
         group = self._make(self._everybody(), "neighbors") if goes_on else self._world
+        self._neighbor_group = group
         self.neighbors = Neighbors(group, self.pair, living=self.living, goes_on=goes_on)
         self._n_sets, self._lost = 0, ""
         self._pairs: dict[int, Group] = {}
@@ -288,8 +289,59 @@ class Groups:
 
     def gather(self, obj: Any, name: str) -> dict[int, Any]:
         """Return the objects of all that are left, by rank; blocks."""
-        group = self.living()
-        return dict(zip(group.ranks, gather_objects(group, obj, name), strict=True))
+        return self.start_gather(obj, name).wait()
+
+    def start_gather(self, obj: Any, name: str) -> Resumable[dict[int, Any]]:
+        """Start to exchange objects; wait() returns those of all that are left, by rank.
+
+        Where the job goes on without lost workers, the loss of one makes it fail on nobody.
+        """
+        if self._session.config.goes_on and self.world.size > 1:
+            return Resumable(self._neighbor_group, self._exchange_with_those_left(obj, name))
+        return Resumable(self.world, self._exchange_with_all(obj, name))
+
+    def _exchange_with_all(
+        self, obj: Any, name: str
+    ) -> Generator[Operation, None, dict[int, Any]]:
+        found = yield from object_stages(self.world, obj, name)
+        return dict(zip(self.world.ranks, found, strict=True))
+
+    def _exchange_with_those_left(
+        self, obj: Any, name: str
+    ) -> Generator[Operation, None, dict[int, Any]]:
+        """Exchange objects as neighbors do: no message depends on another of the same exchange.
+
+        So all survivors complete it under one number, whenever they hear of a loss.
+        """
+        from fastps.collectives.objects import decode_of, encode_for_all  # noqa: PLC0415
+
+        own = np.frombuffer(encode_for_all(obj), np.uint8)
+        others = [rank for rank in self.world.ranks if rank != self.me]
+        edges: dict[str, Any] = {"sources": others, "targets": others, "is_checked": False}
+        sizes = np.zeros(len(others), np.int64)
+        first = self.neighbors.allgather(
+            np.array([own.size], np.int64), sizes, counts=[1] * len(others), name=name, **edges
+        )
+        yield from first.operations
+        counts = [0 if one in first.missed else int(size)
+                  for one, size in zip(others, sizes, strict=True)]  # fmt: skip
+        whole = np.empty(sum(counts), np.uint8)
+        rest = self.neighbors.allgather(own, whole, counts=counts, name=rest_of(name), **edges)
+        yield from rest.operations
+        lost = {*first.missed, *rest.missed}
+        ends = np.cumsum(counts)
+        found = {self.me: decode_of(self.me, own.tobytes())} | {
+            one: decode_of(one, whole[end - count : end].tobytes())
+            for one, count, end in zip(others, counts, ends, strict=True) if one not in lost
+        }  # fmt: skip
+        return dict(sorted(found.items()))
+
+    def meet(self, name: str) -> None:
+        """Wait until all that are left have come here."""
+        if self._session.config.goes_on:
+            self.gather(None, name)
+        else:
+            self.world.barrier(name=name).wait()
 
     def machine_of(self, rank: int) -> int:
         """Return the number of the machine that a worker is on."""

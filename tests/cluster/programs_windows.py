@@ -397,3 +397,29 @@ def killed() -> str:
         except FastPSError as again:
             return f"{error} / {type(again).__name__}"
         raise
+
+
+def creates_late() -> str:
+    """Create a window; the last worker comes after the others' time limit."""
+    fastps.init()
+    me, n = fastps.rank(), fastps.size()
+    x, stalls = np.full(9, float(me)), 0
+    if me == n - 1:
+        time.sleep(2.5)
+    while True:
+        try:
+            assert fastps.win_create(x, "late", zero_init=True)
+        except fastps.StallError:
+            stalls += 1
+            with pytest.raises(ValueError, match="with the same array again"):
+                fastps.win_create(np.zeros(9), "late")
+        else:
+            break
+    assert (stalls > 0) is (me < n - 1)
+    fastps.win_put(x, "late")
+    fastps.barrier()
+    fastps.win_update("late")
+    assert (x == (n - 1) / 2).all(), x  # all are neighbours
+    assert fastps.win_free("late")
+    fastps.shutdown()
+    return "done"

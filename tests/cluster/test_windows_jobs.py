@@ -44,6 +44,13 @@ def test_the_python_of_receivers_takes_no_part(way):
     assert max(found[0]) < min(slowed(1.5), 1.9), found  # the others' Python comes back after 2 s
 
 
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_a_window_that_was_late_is_the_same_on_all_workers(way):
+    settings = WAYS[way] | {"FASTPS_OP_TIMEOUT_S": "1"}
+    found = run_job(programs_windows.creates_late, workers=3, servers=0, environment=settings)
+    assert found == ["done"] * 3
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("way", ["memory", "tcp"])
 def test_mass_is_kept_when_processes_stop_for_a_while(way):

@@ -363,6 +363,36 @@ def puts(*, deaths: dict[str, float]) -> dict[str, Any]:
     return found
 
 
+def creates(*, deaths: dict[str, float], rounds: int) -> dict[str, Any]:
+    """Create, use and free windows of one name while somebody dies; each call fails on nobody."""
+    rank = begin(deaths)
+    fastps.set_topology(topology.fully_connected_graph(fastps.size()))
+    x, errors, slowest = np.full(9, float(rank)), [], 0.0
+    for step in range(rounds):
+        before = now()
+        try:
+            assert fastps.win_create(x, "x", zero_init=True), step
+        except fastps.FastPSError as error:
+            errors.append(f"{step}: create: {error}")
+            break
+        left = [one for one in fastps.out_neighbor_ranks() if one not in fastps.lost_ranks()]
+        for one in left:
+            try:
+                fastps.win_put(x, "x", dst_weights=[one])
+            except fastps.PeerLostError:
+                assert str(one) in deaths
+            except fastps.FastPSError as error:
+                errors.append(f"{step}: put: {error}")
+        try:
+            assert fastps.win_free("x")
+        except fastps.FastPSError as error:
+            errors.append(f"{step}: free: {error}")
+            break
+        slowest = max(slowest, now() - before)
+    fastps.shutdown()
+    return {"errors": errors, "slowest": slowest}
+
+
 def machines(*, deaths: dict[str, float]) -> dict[str, Any]:
     """Average inside machines and mix between them until somebody dies; go on without."""
     rank = begin(deaths)

@@ -109,6 +109,15 @@ def test_windows_of_the_dead_are_refused_and_the_others_live(way):
         assert one["mean"] == pytest.approx(4 / 3)
 
 
+@pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_windows_are_created_and_freed_by_all_who_are_left_while_somebody_dies(way):
+    for _ in range(3):
+        found, _ = run(programs_survivors.creates, [2], way=way, at_s=random.uniform(0.02, 0.3),
+                       rounds=250)  # fmt: skip
+        assert all(not one["errors"] for one in found), found
+        assert max(one["slowest"] for one in found) < slowed(LIMIT_S), found
+
+
 @pytest.mark.parametrize("dead", [[1], [2, 3], [0]])
 def test_machines_mix_what_those_have_that_are_left(dead):
     names = "aabbc"
