@@ -35,8 +35,9 @@ def combine(
     if isinstance(rule, ClippingRule):
         _clip(rule, arrays, own, weights, out, code)
     elif rule is not None:
-        n = len(arrays)
-        trim = min(getattr(rule, "trim", n), (n - 1) // 2)  # of those that are left
+        if not rule.is_for(len(arrays)):  # lost workers leave too few to outvote liars
+            arrays = [arrays[own]]
+        trim = rule.trim_of(len(arrays)) if len(arrays) > 1 else 0
         _reduce(ReduceOp.TRIMMED_MEAN, arrays, out, code, ctypes.c_int64(trim))
     elif is_mean:
         _reduce(ReduceOp.SUM, arrays, out, code, ctypes.c_int64(len(arrays)))

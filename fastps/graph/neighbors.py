@@ -8,6 +8,7 @@ communicated when they change. Threads: any; operations without a name from one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from fastps.contract.codec import Coding, Option
 from fastps.errors import ArgumentError
 from fastps.graph import schedule as plans
 from fastps.graph.combine import combine, mix
-from fastps.graph.rules import ClippingRule, OrderRule, Rule
+from fastps.graph.rules import ClippingRule, OrderRule, Rule, TrimmedMean
 from fastps.graph.schedule import Edges
 from fastps.graph.survivor_weights import is_of_columns, redirected, remaining, without
 from fastps.graph.weights import Graph, Mixing, Targets, check_peers, mixing
@@ -28,6 +29,8 @@ from fastps.worker.handle import Array, OperationHandle
 
 if TYPE_CHECKING:
     from fastps.graph.edge_codecs import EdgeCodec
+
+log = logging.getLogger(__name__)
 
 
 class Neighbors:
@@ -55,6 +58,7 @@ class Neighbors:
         self._graph: Graph | None = None
         self._machine_graph: Graph | None = None
         self._codecs: dict[str, EdgeCodec] = {}
+        self._warned: set[Rule] = set()  # about too few arrays
 
     # ---- graphs ----
 
@@ -112,7 +116,7 @@ class Neighbors:
             )
         is_clipped = isinstance(rule, ClippingRule)
         is_gathered = coding is None and (is_clipped or self.goes_on)
-        gone = group.gone() if is_gathered else ()
+        gone = group.gone() if self.goes_on and coding is None else ()
         own_weight, targets = redirected(self_weight, dst_weights, gone)
         how = mixing(self.graph, group.rank, own_weight, src_weights, targets,
                      is_checked=is_checked)  # fmt: skip
@@ -121,6 +125,8 @@ class Neighbors:
                 f"dst_weights={dst_weights!r} scale what is sent, and arrays that are encoded or "
                 "clipped are sent as they are: give ranks, without factors"
             )
+        if isinstance(rule, OrderRule):  # with lost workers too: then it ends without them
+            rule.trim_of(len(how.edges.sources) + len(gone) + 1)
         if coding is not None:
             return self._start_coded(how, coding, consensus_step, rule, array, out, name, code)
         if is_gathered:
@@ -149,9 +155,13 @@ class Neighbors:
         def finish(_: object) -> None:
             lost = handle.missed
             left = [one for one in members if one not in lost]
-            weights = remaining(how.shares, [one in left for one in members], keeps_sum=keeps_sum)
+            weights = remaining(
+                how.shares, [one in left for one in members], members.index(me),
+                keeps_sum=keeps_sum, is_trusted=rule is None,
+            )  # fmt: skip
+            self._check_enough(rule, len(left))
             combine(rule, [arrays[one] for one in left], left.index(me), weights, out, code,
-                    is_mean=edges.is_mean)  # fmt: skip
+                    is_mean=edges.is_mean and (keeps_sum or not lost))  # fmt: skip
 
         return handle.then(finish)
 
@@ -188,15 +198,28 @@ class Neighbors:
             decoded = codec.decode_all(rows, senders, handle.missed) | {me: x}
             left = [one for one in members if one in decoded]
             arrays, own = [decoded[one] for one in left], left.index(me)
-            weights = remaining(how.shares, [one in decoded for one in members])
+            weights = remaining(
+                how.shares, [one in decoded for one in members], members.index(me),
+                is_trusted=rule is None,
+            )  # fmt: skip
             if has_feedback:
                 result = edge_codecs.moved(arrays, own, known, weights, step)
             else:
                 result = np.empty(x.size, np.float32)
+                self._check_enough(rule, len(left))
                 combine(rule, arrays, own, weights, result, DType.FLOAT32, is_mean=edges.is_mean)
             edge_codecs.narrowed(result, out, code)
 
         return handle.then(finish)
+
+    def _check_enough(self, rule: Rule | None, n: int) -> None:
+        """Warn, once for each rule, where n arrays are too few for it, so that ours stays."""
+        if isinstance(rule, TrimmedMean) and not rule.is_for(n) and rule not in self._warned:
+            self._warned.add(rule)
+            log.warning(
+                "%r needs more than %d arrays, and lost workers leave %d, this worker's own "
+                "counted: until more arrive, it keeps its own array", rule, 2 * rule.trim, n,
+            )  # fmt: skip
 
     def pair_gossip(
         self,

@@ -29,9 +29,13 @@ class TrimmedMean:
         if operator.index(self.trim) < 0:
             raise ValueError(f"trim={self.trim} must be at least 0")
 
+    def is_for(self, n: int) -> bool:
+        """Return whether n arrays, ours among them, are enough for so many liars."""
+        return 2 * self.trim < n
+
     def trim_of(self, n: int) -> int:
         """Return how many of n arrays are left out at each end."""
-        if 2 * self.trim >= n:
+        if not self.is_for(n):
             raise ValueError(
                 f"trim={self.trim} leaves nothing of {n} arrays, this worker's own counted; trim "
                 f"may be at most {(n - 1) // 2}"
@@ -45,6 +49,10 @@ class CoordinateMedian:
 
     Stands liars that are less than half. NaN counts as the largest. Yin et al., as above.
     """
+
+    def is_for(self, n: int) -> bool:
+        """Return whether n arrays, ours among them, are enough."""
+        return n > 0
 
     def trim_of(self, n: int) -> int:
         """Return how many of n arrays are left out at each end."""

@@ -17,19 +17,23 @@ from fastps.graph.weights import Mixing, Targets
 
 
 def remaining(
-    weights: Sequence[float], is_there: Sequence[bool], *, keeps_sum: bool = True
-) -> list[float]:
+    weights: Sequence[float], is_there: Sequence[bool], own: int, *, keeps_sum: bool = True,
+    is_trusted: bool = True,
+) -> list[float]:  # fmt: skip
     """Return the weights of those that are there, in their order.
 
-    keeps_sum: multiplied so that their sum is that of all. Where they sum to 0, as when a worker
-    only takes what others have, nothing can be divided: they stay as they are.
+    own: place of this worker, which is there. keeps_sum: the sum stays that of all. Then weights
+    of the lost are divided in proportion; all go to this worker where the others weigh nothing,
+    or are not to weigh more because some may lie (is_trusted=False).
     """
     left = [weight for weight, one in zip(weights, is_there, strict=True) if one]
-    part = math.fsum(left)
-    if not keeps_sum or len(left) == len(weights) or part == 0:
+    part, total = math.fsum(left), math.fsum(weights)
+    if not keeps_sum or len(left) == len(weights):
         return left
-    factor = math.fsum(weights) / part
-    return [factor * weight for weight in left]
+    if not is_trusted or part == 0:
+        left[sum(is_there[:own])] += total - part
+        return left
+    return [total / part * weight for weight in left]
 
 
 def redirected(
@@ -53,7 +57,8 @@ def without(how: Mixing, me: int, gone: Collection[int], *, keeps_sum: bool) -> 
     if not gone:
         return how
     members = sorted((me, *how.edges.sources))
-    left = remaining(how.shares, [one not in gone for one in members], keeps_sum=keeps_sum)
+    is_there = [one not in gone for one in members]
+    left = remaining(how.shares, is_there, members.index(me), keeps_sum=keeps_sum)
     edges = how.edges._replace(
         sources=tuple(one for one in how.edges.sources if one not in gone),
         targets=tuple(one for one in how.edges.targets if one[0] not in gone),

@@ -416,7 +416,7 @@ def _divided(
 ) -> tuple[float, dict[int, float]]:
     """Return a worker's own weight and those of the sources that are left, with the same sum."""
     is_there = [True, *(one in left for one in weights)]
-    own, *others = remaining([own, *weights.values()], is_there)
+    own, *others = remaining([own, *weights.values()], is_there, 0)
     return own, dict(zip([one for one in weights if one in left], others, strict=True))
 
 

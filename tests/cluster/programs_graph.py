@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -316,6 +317,23 @@ def alone() -> str:
     assert fastps.neighbor_allgather(x).tolist() == []
     assert (fastps.machine_size(), fastps.machine_rank()) == (1, 0)
     assert fastps.in_neighbor_ranks() == fastps.out_neighbor_machine_ranks() == []
+    fastps.shutdown()
+    return "done"
+
+
+def leaves_early() -> str:
+    """Leave while others still send: no rule lets them go on as if it had never been there."""
+    fastps.init()
+    fastps.set_topology(topology.fully_connected_graph(3))
+    x, me = np.ones(9), fastps.rank()
+    fastps.neighbor_allreduce(x, rule=fastps.SelfCentredClipping(1.0))
+    if me < 2:
+        while 2 not in current.current().groups.world.gone():
+            time.sleep(0.01)
+        for rule in (None, fastps.TrimmedMean(0), fastps.SelfCentredClipping(1.0)):
+            how = {"self_weight": 0.5, "src_weights": {1 - me: 0.5}, "dst_weights": [1 - me, 2]}
+            with pytest.raises(fastps.PeerLostError, match="worker 2 left the job"):
+                fastps.neighbor_allreduce(x, rule=rule, **how)
     fastps.shutdown()
     return "done"
 

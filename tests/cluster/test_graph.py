@@ -50,6 +50,12 @@ def test_one_worker_is_all():
 
 
 @pytest.mark.parametrize("way", ["memory", "tcp"])
+def test_who_sends_to_a_worker_that_has_left_hears_of_it_under_every_rule(way):
+    found = run_job(programs_graph.leaves_early, workers=3, servers=0, environment=WAYS[way])
+    assert found == ["done"] * 3
+
+
+@pytest.mark.parametrize("way", ["memory", "tcp"])
 def test_rules_keep_honest_workers_together_and_the_mean_does_not(way):
     found = run_job(programs_robust.liars, workers=5, servers=0, environment=WAYS[way])
     assert found == ["done"] * 5

@@ -393,6 +393,26 @@ def creates(*, deaths: dict[str, float], rounds: int) -> dict[str, Any]:
     return {"errors": errors, "slowest": slowest}
 
 
+def robust(*, deaths: dict[str, float]) -> dict[str, Any]:
+    """Combine by rules until an honest neighbour is dead; worker 2 lies all the time."""
+    rank = begin(deaths)
+    fastps.set_topology(topology.fully_connected_graph(fastps.size()))
+    x = np.full(9, 1e9 if rank == 2 else float(rank))
+    rules = (fastps.TrimmedMean(1), fastps.AdaptiveClipping(0.34), fastps.SelfCentredClipping(1.0))
+    taken = {"self_weight": 0.0, "src_weights": {1: 1.0}, "dst_weights": []}
+    if rank == 1:
+        taken |= {"src_weights": {}, "self_weight": 1.0, "dst_weights": [0, 2]}
+    while True:
+        lost = fastps.lost_ranks()
+        found = [float(fastps.neighbor_allreduce(x, rule=rule)[0]) for rule in rules]
+        found.append(float(fastps.neighbor_allreduce(x, **taken)[0]))
+        fastps.barrier()
+        if lost:
+            break
+    fastps.shutdown()
+    return {"found": found}
+
+
 def machines(*, deaths: dict[str, float]) -> dict[str, Any]:
     """Average inside machines and mix between them until somebody dies; go on without."""
     rank = begin(deaths)

@@ -118,6 +118,16 @@ def test_windows_are_created_and_freed_by_all_who_are_left_while_somebody_dies(w
         assert max(one["slowest"] for one in found) < slowed(LIMIT_S), found
 
 
+def test_rules_withstand_no_fewer_liars_when_an_honest_neighbour_is_lost():
+    found, _ = run(programs_survivors.robust, [1], workers=3)
+    trimmed, adaptive, clipped, taken = found[0]["found"]
+    assert trimmed == 0.0  # of two arrays, the other may lie
+    assert adaptive == 0.0
+    assert clipped == pytest.approx(1 / 9)  # the liar weighs as much as before
+    assert taken == 0.0  # what worker 1 had is not there, and zero times one's own is no array
+    assert found[1]["found"][3] == 1e9
+
+
 @pytest.mark.parametrize("dead", [[1], [2, 3], [0]])
 def test_machines_mix_what_those_have_that_are_left(dead):
     names = "aabbc"

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastps.graph.combine import combine
 from fastps.graph.rules import (
     AdaptiveClipping,
     CoordinateMedian,
@@ -17,6 +18,7 @@ from fastps.graph.rules import (
     TrimmedMean,
     clipped_weights,
 )
+from fastps.types import DType
 
 
 @given(
@@ -59,3 +61,11 @@ def test_rules_refuse_what_makes_no_sense():
                         (SelfCentredClipping, math.nan), (AdaptiveClipping, 1.0)):  # fmt: skip
         with pytest.raises(ValueError, match=f"={value}"):
             make(value)
+
+
+@pytest.mark.parametrize(("n", "keeps"), [(5, False), (4, True), (2, True), (1, True)])
+def test_a_trimmed_mean_of_too_few_that_are_left_is_ones_own_array(n, keeps):
+    arrays = [np.full(3, float(value)) for value in (1, 1e9, 1e9, 2, 3)][:n]
+    out = np.empty(3)
+    combine(TrimmedMean(2), arrays, 0, [1 / n] * n, out, DType.FLOAT64, is_mean=True)
+    assert (out == (1.0 if keeps else 3.0)).all(), out

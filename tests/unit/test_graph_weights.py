@@ -78,9 +78,19 @@ def test_source_weights_are_a_dictionary():
 
 
 def test_those_that_are_left_share_the_weights_of_all():
-    assert remaining([0.5, 0.25, 0.25], [True, True, False]) == pytest.approx([2 / 3, 1 / 3])
-    assert remaining([0.5, 0.7], [True, True]) == [0.5, 0.7]
-    assert remaining([0.0, 1.0], [True, False]) == [0.0]
+    assert remaining([0.5, 0.25, 0.25], [True, True, False], 0) == pytest.approx([2 / 3, 1 / 3])
+    assert remaining([0.5, 0.7], [True, True], 1) == [0.5, 0.7]
+    assert remaining([0.5, 0.7], [True, False], 0, keeps_sum=False) == [0.5]
+
+
+def test_a_worker_that_only_takes_what_others_have_keeps_its_own_array_without_them():
+    assert remaining([0.0, 1.0], [True, False], 0) == [1.0]
+    assert remaining([0.5, 0.0, 0.25, 0.25], [False, True, False, False], 1) == [1.0]
+
+
+def test_under_a_rule_those_left_weigh_no_more_than_before():
+    found = remaining([0.2, 0.2, 0.4, 0.2], [False, True, True, True], 2, is_trusted=False)
+    assert found == pytest.approx([0.2, 0.6, 0.2])
 
 
 def test_what_a_lost_target_would_have_had_is_shared():
