@@ -37,7 +37,7 @@ from msgspec.structs import replace
 from fastps._core import Pulse
 from fastps.config import Config
 from fastps.control.blame import pulse_s, unheard_text
-from fastps.control.dial import dial, dial_control, token_of
+from fastps.control.dial import Notice, dial, dial_control, token_of
 from fastps.control.identity import host_id, machine_name
 from fastps.control.local_thread import BEATS, stat_of
 from fastps.control.probe import PULSE_PAYLOAD, listen_for_probes, probe
@@ -239,7 +239,8 @@ class ControlClient:
         """
         deadline = time.monotonic() + config.start_timeout_s
         token = token_of(config)
-        sock = dial_control(config, token, deadline=deadline)
+        with Notice(config, deadline) as notice:
+            sock = dial_control(config, token, deadline=deadline, notice=notice)
         client = cls(config, sock, token, on_event)
         try:
             machine = machine or machine_name(config, is_shared=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import threading
 import time
 
 from fastps.config import Config
@@ -21,7 +22,46 @@ from fastps.transport import sockets
 
 log = logging.getLogger(__name__)
 
+NOTICE_S = 1.5  # before a process says that it waits for its scheduler
+ANSWER_S = 4.0  # in addition, where the port is open
 _NAME_S = 1.0  # to resolve a name for the text of an error
+
+
+class Notice:
+    """A thread that says, once, that this process waits for its scheduler, and what to check.
+
+    For use as a context. Threads: that of dial(), and its own.
+    """
+
+    def __init__(self, config: Config, deadline: float) -> None:
+        self._config, self._deadline = config, deadline
+        self.trouble = "it has not answered yet"
+        self._is_connected = False
+        self._is_over = threading.Event()
+
+    def __enter__(self) -> Notice:
+        """Start to count the time."""
+        threading.Thread(target=self._run, name="fastps:dial", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Say nothing any more."""
+        self._is_over.set()
+
+    def connected(self) -> None:
+        """Note that the port is open: a busy machine may take longer to answer."""
+        self._is_connected = True
+        self.trouble = "the port is open, but no answer has come"
+
+    def _run(self) -> None:
+        if self._is_over.wait(NOTICE_S) or (self._is_connected and self._is_over.wait(ANSWER_S)):
+            return
+        log.warning(
+            "waiting up to %.0f s more for the scheduler at %s: %s. Check that the job runs "
+            "there, the address (FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT, or fastps-run "
+            "--join), and that no firewall blocks the port",
+            max(self._deadline - time.monotonic(), 0.0), _where(self._config), self.trouble,
+        )  # fmt: skip
 
 
 def dial(
@@ -32,10 +72,11 @@ def dial(
     sender: int,
     deadline: float,
     lane: int = 0,
+    notice: Notice | None = None,
 ) -> socket.socket:
     """Return an authenticated connection to the scheduler.
 
-    sender, lane: of a member's own token, its rank and Token.lane.
+    sender, lane: of a member's own token, its rank and Token.lane. notice: says what is awaited.
 
     Raises ConfigError (no address, unknown host), AuthError and ProtocolError at once,
     TransportTimeout when the scheduler could not be reached before the deadline.
@@ -51,7 +92,7 @@ def dial(
     for _ in sockets.attempts(deadline):
         try:
             handshake = ClientHandshake(key, purpose=purpose, sender=sender, lane=lane)
-            return _dial_once(config, handshake, deadline)
+            return _dial_once(config, handshake, deadline, notice)
         except socket.gaierror as error:
             last = f"unknown host ({error.strerror})"
             if time.monotonic() >= name_deadline:
@@ -59,14 +100,18 @@ def dial(
         except OSError as error:
             last = error.strerror or str(error)
         log.debug("the scheduler cannot be reached yet: %s", last)
+        if notice is not None:
+            notice.trouble = last
     raise _unreachable(config, last, time.monotonic() - began)
 
 
-def dial_control(config: Config, token: Token, *, deadline: float) -> socket.socket:
+def dial_control(
+    config: Config, token: Token, *, deadline: float, notice: Notice | None = None
+) -> socket.socket:
     """Return a control connection of the member that the token identifies; see dial()."""
     return dial(
         config, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL, sender=token.rank,
-        lane=token.lane, deadline=deadline,
+        lane=token.lane, deadline=deadline, notice=notice,
     )  # fmt: skip
 
 
@@ -91,9 +136,13 @@ def wait_for_name(config: Config) -> None:
     raise _unknown_host(config, failure) from failure
 
 
-def _dial_once(config: Config, handshake: ClientHandshake, deadline: float) -> socket.socket:
+def _dial_once(
+    config: Config, handshake: ClientHandshake, deadline: float, notice: Notice | None
+) -> socket.socket:
     now = time.monotonic()
     sock = _connect(config, min(deadline, now + config.connect_timeout_s))
+    if notice is not None:
+        notice.connected()
     try:
         limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
         sockets.shake_hands(sock, handshake.steps(), deadline=limit)

@@ -10,7 +10,7 @@ import pytest
 
 from fastps.config import load
 from fastps.control import dial
-from fastps.errors import ConfigError, TransportTimeout
+from fastps.errors import ConfigError, FastPSError, TransportTimeout
 from fastps.launch import run
 
 
@@ -72,3 +72,32 @@ def test_a_name_that_leads_here_is_said_where_others_dial_it(names, name, is_sai
         )  # fmt: skip
     words = "here debian resolves to 127.0.1.1, which is this machine: correct /etc/hosts"
     assert (words in str(caught.value)) == is_said
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_process_that_waits_for_its_scheduler_says_where_and_why(listens, monkeypatch, caplog):
+    monkeypatch.setattr(dial, "NOTICE_S", 0.05)
+    monkeypatch.setattr(dial, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        settings = {"scheduler_host": "127.0.0.1", "scheduler_port": port, "insecure": True}
+        deadline = time.monotonic() + 1.5
+        with pytest.raises(FastPSError), dial.Notice(load(settings, {}), deadline) as notice:
+            dial.dial(
+                load(settings, {}), b"k" * 32, purpose=dial.Purpose.CONTROL, sender=0,
+                deadline=deadline, notice=notice,
+            )  # fmt: skip
+    (text,) = [one.getMessage() for one in caplog.records if "waiting up to" in one.getMessage()]
+    assert f"127.0.0.1:{port}" in text
+    assert ("the port is open" if listens else "Connection refused") in text
+
+
+def test_a_process_that_reaches_its_scheduler_soon_says_nothing(monkeypatch, caplog):
+    monkeypatch.setattr(dial, "NOTICE_S", 0.2)
+    config = load({"scheduler_host": "localhost", "scheduler_port": 7, "insecure": True}, {})
+    with dial.Notice(config, time.monotonic() + 9):
+        pass
+    time.sleep(0.4)
+    assert not caplog.records
