@@ -388,3 +388,26 @@ def use_windows(*, victim: int) -> dict[str, Any]:
     fastps.win_put(array, "w")
     fastps.barrier()
     return {"text": text, "found": fastps.win_update("w").tolist()}
+
+
+def start_differently() -> str:
+    """Start different things under a name; worker 0, which would pass that on, dies meanwhile."""
+    fastps.init()
+    me, x = fastps.rank(), np.ones(9, np.float32)
+    fastps.push_pull(x, "warm")
+    fastps.barrier()
+    if me == 0:
+        time.sleep(1.1)  # the others have waited for long enough to say so
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        try:
+            if me == 1:
+                fastps.push_pull(x, "x")
+            else:
+                fastps.allreduce(x, op=fastps.Max, name="x")
+        except fastps.ViewChangedError:
+            continue
+        except fastps.MismatchError as error:
+            fastps.shutdown()
+            return str(error)
+        return "no error"

@@ -296,3 +296,9 @@ def test_a_window_of_an_earlier_view_says_whose_loss_ended_it():
     for result in results.values():
         assert "window 'w' has ended: worker 1 (" in result["text"]
         assert result["found"] == [1] * 3
+
+
+def test_names_that_go_two_ways_are_found_out_without_worker_0():
+    found = run(programs_elastic.start_differently, "shared", 0)
+    assert len(set(found.values())) == 1, found
+    assert "allreduce (max)" in found[1], found
