@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hmac
 import logging
+import math
 import os
 import threading
 from collections import Counter
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_NEWS_S = 1.0  # for the scheduler to say which member is lost, where a link fails at the start
+_NEWS_S = 1.0  # for the scheduler to say which member is lost, where a link fails
 MAX_KEPT = 256  # layouts of which is known what engines are told
 
 
@@ -175,6 +176,8 @@ class Connections:
         self._config = config
         self._on_event = on_event
         self._lost: list[int] = []  # workers without which the job goes on
+        self._missed: dict[int, float] = {}  # workers whose links ended alone: to report from when
+        self._is_leaving = False
         self._is_first = client is None
         self._last_job: Job | None = None
         self._told_loss: PeerLost | None = None
@@ -444,6 +447,24 @@ class Connections:
         except TransportError as error:
             log.warning("worker %d cannot be reached: %s", member, error)
             self.exchange.lose(member)
+            self._report_missed(member, f"it cannot be reached: {error}")
+
+    def _report_missed(self, member: int, cause: str) -> None:
+        """Report a worker that is lost to us, so that all agree on who is: it, or this one.
+
+        Else others would wait for what the two do not exchange. Without a scheduler nobody can.
+        """
+        self._missed[member] = math.inf
+        with contextlib.suppress(FastPSError):
+            self.client.report_lost(member, cause)
+
+    def _look_at_missed(self, now: float) -> None:
+        """Report workers whose links ended, and of whom the scheduler has not said why in time."""
+        wait_s = self._config.lease_s + _NEWS_S
+        for member in {*self.exchange.gone} - {*self._lost}:
+            if now > self._missed.setdefault(member, now + wait_s):
+                trouble = self.exchange.trouble_of(member)
+                self._report_missed(member, trouble or "the link to it ended")
 
     def machine_of(self, rank: int) -> int:
         """Return the number of the machine that a worker is on."""
@@ -490,6 +511,8 @@ class Connections:
 
     def look_at_links(self, now: float) -> None:
         """See whether links make progress; on the control thread, every few seconds."""
+        if self._config.goes_on and not self._is_leaving:
+            self._look_at_missed(now)
         if self._links is not None:
             node = [] if self.node is None else self.node.unacknowledged()
             self._progress.look([*self._links.unacknowledged(), *node], now)
@@ -556,8 +579,10 @@ class Connections:
             self._lose(event)
         elif isinstance(event, JobOver):
             self._fail(Status.SHUTDOWN)
-        elif isinstance(event, PeerLeft) and hasattr(self, "engine"):
-            self.engine.member_left(event.member)
+        elif isinstance(event, PeerLeft):
+            self._missed[event.member] = math.inf
+            if hasattr(self, "engine"):
+                self.engine.member_left(event.member)
         self._on_event(event)
 
     def _lose(self, lost: PeerLost) -> None:
@@ -595,6 +620,7 @@ class Connections:
             self._status = None  # which knows its session, as that knows us
         if self.recorder is not None:
             self.recorder.stop_clock()
+        self._is_leaving = True
         self.exchange.leave()
         self.engine.leave()
         try:

@@ -19,6 +19,8 @@ from run_program import mark, now
 
 import fastps
 from fastps import topology
+from fastps.errors import TransportError
+from fastps.session import current
 
 COUNT = 100_000  # elements: a message that is asked for, in several chunks
 PAUSE_S = 0.002  # between operations, as computation would be
@@ -391,6 +393,36 @@ def creates(*, deaths: dict[str, float], rounds: int) -> dict[str, Any]:
         slowest = max(slowest, now() - before)
     fastps.shutdown()
     return {"errors": errors, "slowest": slowest}
+
+
+def cut_apart(*, when: str, steps: int) -> dict[str, Any]:
+    """Mix with all, where two workers that live do not reach each other."""
+    fastps.init()
+    fastps.set_topology(topology.fully_connected_graph(fastps.size()))
+    connections, rank = current.current().connections, fastps.rank()
+    if rank == 0 and when == "start":
+        reach = connections.node.reach
+
+        def reach_some(peer: int) -> None:
+            if peer == 1:
+                raise TransportError("no route to it")
+            reach(peer)
+
+        connections.node.reach = reach_some
+    slowest = 0.0
+    for step in range(steps):
+        if rank == 0 and when == "later" and step == steps // 2:
+            connections.exchange.lose(1)
+        before = now()
+        fastps.neighbor_allreduce(np.ones(9))
+        slowest = max(slowest, now() - before)
+        time.sleep(PAUSE_S)
+    while not (lost := fastps.lost_ranks()):  # the scheduler says it
+        time.sleep(PAUSE_S)
+    fastps.barrier()
+    works = fastps.win_create(np.ones(9), "x") and fastps.win_free("x")
+    fastps.shutdown()
+    return {"lost": lost, "slowest": slowest, "works": works}
 
 
 def robust(*, deaths: dict[str, float]) -> dict[str, Any]:

@@ -118,6 +118,24 @@ def test_windows_are_created_and_freed_by_all_who_are_left_while_somebody_dies(w
         assert max(one["slowest"] for one in found) < slowed(LIMIT_S), found
 
 
+@pytest.mark.parametrize("when", ["start", "later"])
+def test_two_that_live_and_do_not_reach_each_other_are_not_both_kept(when):
+    arguments = {"when": when, "steps": 50}
+    with Job(programs_survivors.cut_apart, workers=4, servers=0, arguments=arguments,
+             environment=WAYS["tcp"] | REWEIGHT) as job:  # fmt: skip
+        found = {}
+        for rank, worker in enumerate(job.workers):
+            if worker.wait() == 0:
+                found[rank] = worker.result()
+            else:
+                assert "PeerLostError" in worker.stderr()
+        assert len(found) == 3, job.report()
+        assert {2, 3} < found.keys()
+        (lost,) = {0, 1} - found.keys()
+        assert all(one["lost"] == [lost] and one["works"] for one in found.values()), found
+        assert max(one["slowest"] for one in found.values()) < slowed(10.0), found
+
+
 def test_rules_withstand_no_fewer_liars_when_an_honest_neighbour_is_lost():
     found, _ = run(programs_survivors.robust, [1], workers=3)
     trimmed, adaptive, clipped, taken = found[0]["found"]
