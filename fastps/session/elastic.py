@@ -121,6 +121,8 @@ class ElasticSession(RegroupMixin, Session):
         self._counts: dict[str, int] = {}  # of commits, by name
         self._board: Board | None = None  # of this view; None: the scheduler commits
         self._on_board: dict[str, int] = {}  # the last results that it has committed, by name
+        # the last view that was counted, and the statistics of all views up to it
+        self._counted: tuple[Connections | None, dict[str, float]] = None, {}
         self._news: ViewLost | ViewJoined | None = None  # what the view is about to end for
         self._changes: list[ViewLost | ViewJoined] = []  # that have led to no view yet
         self._untold: list[ViewLost | ViewJoined] = []  # to views that were cut short
@@ -636,6 +638,31 @@ class ElasticSession(RegroupMixin, Session):
         """List the operations that have landed and are not committed."""
         return [name for name, one in list(self._active.items()) if self._is_landed(one)]
 
+    # ---- statistics ----
+
+    def statistics(self) -> dict[str, float]:
+        """Count as Session.statistics(), over all views of this worker."""
+        while True:
+            counted, now = self._counted, getattr(self, "connections", None)
+            numbers = super().statistics()
+            if counted is self._counted and now is getattr(self, "connections", None):
+                break
+        ended, counts = counted
+        if self.is_over or now is None:
+            return numbers
+        if ended is now:  # whose numbers are among the counts
+            return numbers | counts
+        return numbers | {name: numbers.get(name, 0) + n for name, n in counts.items()}
+
+    def _count_view(self) -> None:
+        """Add the numbers of a view that ends to those of the ones before."""
+        from fastps.telemetry.status import GAUGES  # noqa: PLC0415  (only where a view ends)
+
+        before, found = self._counted[1], self.connections.statistics()
+        if self._counted[0] is not self.connections:  # else it was counted, and cut short
+            counts = {n: before.get(n, 0) + found.get(n, 0) for n in {*before, *found} - GAUGES}
+            self._counted = self.connections, counts
+
     # ---- losses ----
 
     def await_view_after(self, generation: int) -> None:
@@ -834,6 +861,7 @@ class ElasticSession(RegroupMixin, Session):
             with contextlib.suppress(FastPSError):
                 self._groups.close()
         if hasattr(self, "connections"):  # else this is a newcomer's first view
+            self._count_view()
             self.connections.end_view()
         self._fence.wait()
         self._read_board()

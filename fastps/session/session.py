@@ -168,7 +168,8 @@ class Session(ForgetMixin):
         self.left, self.gone = self._witness.left, self._witness.gone  # as far as we know
         self._poisoned = self._witness.poisoned
         self._groups: Groups | None = None
-        self.steps = Steps(self)
+        if not hasattr(self, "steps"):  # they go on in the next view of an elastic job
+            self.steps = Steps(self)
         self.join_state = JoinState(self, self.steps)
         self.routes = RouteChecker(self, self.join_state)
         self.stalls = StallWatch(self, self.routes, self.steps)

@@ -32,15 +32,20 @@ class Steps:
         self._marked = 0.0
         self._busy = self._waited = 0.0  # of the last step
         self._before = (0.0, 0.0)  # busy and waited, at the last mark
+        self._generation = 0  # of the job then: each view of an elastic one has its own engine
         self._totals = (0.0, 0.0)  # of all steps
         self._tuner = _tuner_of(session)
 
     def mark(self) -> None:
         """Mark the end of a step and the start of the next; blocks only where it tunes."""
         now = time.perf_counter()
-        engine = self._engine
+        connections = getattr(self._session, "connections", None)
+        engine = None if connections is None else connections.engine
         busy = 0.0 if engine is None else engine.busy_seconds()
         waited = self._session.wait_seconds[0]
+        if connections is not None and connections.job.generation != self._generation:
+            self._generation = connections.job.generation
+            self._before = (0.0, self._before[1])
         if self.count:
             self.seconds = now - self._marked
             self._busy, self._waited = busy - self._before[0], waited - self._before[1]

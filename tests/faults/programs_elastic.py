@@ -411,3 +411,19 @@ def start_differently() -> str:
             fastps.shutdown()
             return str(error)
         return "no error"
+
+
+def count(*, steps: int, victim: int) -> dict[str, Any]:
+    """Sum in steps, of which one kills a worker; return what is counted after each."""
+    fastps.init()
+    me, x, found = fastps.rank(), np.ones(9, np.float32), []
+    for step in range(steps):
+        if me == victim and step == steps // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fastps.push_pull(x, "x")
+        fastps.mark_step()
+        numbers = fastps.statistics()
+        found.append((numbers.get("steps", 0), numbers["operations"]))
+        assert 0 <= numbers.get("exposed_share", 0) <= 1
+    fastps.shutdown()
+    return {"counts": found}

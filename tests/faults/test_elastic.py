@@ -302,3 +302,12 @@ def test_names_that_go_two_ways_are_found_out_without_worker_0():
     found = run(programs_elastic.start_differently, "shared", 0)
     assert len(set(found.values())) == 1, found
     assert "allreduce (max)" in found[1], found
+
+
+@pytest.mark.parametrize("layout", ["shared", "apart"])
+def test_what_is_counted_goes_on_in_the_next_view(layout):
+    for one in run(programs_elastic.count, layout, 2, steps=20, victim=2).values():
+        assert [steps for steps, _ in one["counts"]] == list(range(20)), one
+        operations = [count for _, count in one["counts"]]
+        assert operations == sorted(operations), operations
+        assert operations[-1] >= 20

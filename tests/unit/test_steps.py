@@ -20,7 +20,20 @@ class Session:
         self.config, self.size, self.wait_seconds = load({"size": 2}, {}), 2, [0.0]
         self.busy, self.window = 0.0, None
         engine = SimpleNamespace(busy_seconds=lambda: self.busy, speed=lambda: self.window)
-        self.connections = SimpleNamespace(engine=engine, recorder=None)
+        job = SimpleNamespace(generation=1)
+        self.connections = SimpleNamespace(engine=engine, recorder=None, job=job)
+
+
+def test_steps_go_on_in_the_next_view_whose_engine_counts_from_nothing():
+    session = Session()
+    steps = Steps(session)
+    steps.mark()
+    session.busy = 5.0
+    steps.mark()
+    session.connections.job.generation, session.busy = 2, 1.5
+    steps.mark()
+    found = steps.statistics()
+    assert (found["steps"], found["communication_seconds"]) == (2, 6.5)
 
 
 def test_shares_are_of_the_communication_since_the_first_mark():
