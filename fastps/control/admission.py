@@ -8,7 +8,7 @@ sentences for the user who started one process too many, or with other settings 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastps.config import Config
 from fastps.contract.partition import server_weights
@@ -43,6 +43,9 @@ class Peer:
     unheard_s: float = 0.0  # before its lease began anew without a heartbeat
     is_cut: bool = False  # others reached it when the scheduler did not hear it
     hearing: Inquest | None = None  # while others are asked whether they reach it as another says
+    first_look: Inquest | None = None  # whether others reach it at the start of its first view
+    reached_by: set[int] = field(default_factory=set)  # peers that have reached it when asked
+    disputed: list[Inquest] = field(default_factory=list)  # that had it live, since it was heard
     is_doubted: bool = False  # one that contradicted it was lost, and nothing showed who lied
     is_out: bool = False  # it leaves at a boundary, and has no part in the next view
     ended: str = ""  # how, if its connection has ended and its launcher may know more

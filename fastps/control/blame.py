@@ -10,11 +10,11 @@ and the server carry it out.
 A member is dead when its connection has ended, when its launcher says so, or when it was silent
 for its lease and others confirm that (`Inquest`). In a job of four members or more the scheduler
 asks up to five others shortly before the lease ends; they send the silent one a probe, which its
-pulse thread answers. The first two
-equal answers decide. Two that reach it: it lives, only its path to the scheduler is cut, and its
-lease begins anew. Two that do not reach it: it is dead. If the time is up before, it is dead too:
-the others may be silent for the same reason. In a smaller job two others cannot be asked apart
-from the one that may be cut off itself, so silence alone counts.
+pulse thread answers. Two that reach it: it lives, only its path to the scheduler is cut, and its
+lease begins anew. If most of those that answer deny that, its lease does so twice at most. If
+the time is up before, or all have answered, it is dead: the others may be silent for the same
+reason. In a smaller job two others cannot be asked apart from the one that may be cut off itself,
+so silence alone counts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from fastps.errors import FastPSError, MismatchError, Status, error_of
 
 BEATS = 6  # heartbeats in a short lease
 MAX_PULSE_S = 0.5  # between heartbeats of a long lease
-VOTES = 2  # equal answers that decide whether a silent member is dead
+VOTES = 2  # members that reach a silent one, so that it lives; or whose words count together
 MIN_MEMBERS = 4  # of a job in which others are asked
 MAX_ASKED = 5
+MAX_DISPUTED = 2  # leases of a silent member on the word of two that most others contradict
 MAX_CONFIRM_S = 0.5
 MISSED_BEATS = 3  # after so many missed heartbeats the silence is mentioned in errors
 PATIENCE_S = 1.0  # the most that the scheduler waits for better evidence; see patience_s()
@@ -182,10 +183,11 @@ class Inquest:
         self._asked = set(asked)
         self._said: dict[int, bool] = {}
 
-    def add(self, peer: int, *, is_reached: bool) -> None:
-        """Take the first answer of a peer, if it was asked."""
+    def add(self, peer: int, *, is_reached: bool) -> bool:
+        """Take the first answer of a peer, if it was asked; return whether it was."""
         if peer in self._asked:
             self._said.setdefault(peer, is_reached)
+        return peer in self._asked
 
     def denied_by(self) -> list[int]:
         """List the peers that do not reach the member."""
@@ -193,13 +195,15 @@ class Inquest:
 
     def is_alive(self, now: float) -> bool | None:
         """Return the verdict, or None as long as it is open."""
-        votes = {True: 0, False: 0}
-        for is_reached in self._said.values():
-            votes[is_reached] += 1
-            if votes[is_reached] == VOTES:
-                return is_reached
+        if sum(self._said.values()) >= VOTES:
+            return True
         is_over = now >= self.until or len(self._said) == len(self._asked)
         return False if is_over else None
+
+    @property
+    def is_denied_by_most(self) -> bool:
+        """Whether most of those that have answered do not reach the member."""
+        return 2 * len(self.denied_by()) > len(self._said)
 
 
 def life_text(silent_s: float, *, beat_s: float) -> str:

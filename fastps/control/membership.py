@@ -222,12 +222,6 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         self._end_of(peer, cause, now)
         return self._drain(now)
 
-    def probes_of(self, peer: int) -> tuple[str, int, bytes] | None:
-        """Return where a member takes datagrams, and the scheduler's beat for it, if it does."""
-        join = (self._newcomers.get(peer) or self._peers[peer]).join
-        half = len(join.cookie) // 2
-        return (join.probe_host, join.probe_port, join.cookie[half:]) if half else None
-
     def pulse_closed(self, peer: int, now: float) -> list[Action]:
         """Handle the end of a pulse connection, which confirms a suspicion."""
         text = self._suspicions.of(peer)
@@ -462,6 +456,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         self._in_view = places_of(workers)
         for group in (servers, workers):
             self._tell_started(plan, group)
+        self._look_around(now)
         self._replay_loss(now)
 
     def _tell_started(self, plan: Plan, group: list[Peer]) -> None:

@@ -20,6 +20,7 @@ from fastps.control.actions import Action, Phase
 from fastps.control.admission import Peer
 from fastps.control.blame import (
     MAX_ASKED,
+    MAX_DISPUTED,
     MIN_MEMBERS,
     VOTES,
     Inquest,
@@ -90,7 +91,14 @@ class SilenceMixin:
             return False
         self._renew(member, now)
         member.unheard_s = 0.0
+        member.disputed.clear()
         return True
+
+    def probes_of(self, peer: int) -> tuple[str, int, bytes] | None:
+        """Return where a member takes datagrams, and the scheduler's beat for it, if it does."""
+        join = (self._newcomers.get(peer) or self._peers[peer]).join
+        half = len(join.cookie) // 2
+        return (join.probe_host, join.probe_port, join.cookie[half:]) if half else None
 
     def delayed(self, seconds: float) -> None:
         """Note a time in which the scheduler got no processor: other machines may be as busy."""
@@ -155,6 +163,8 @@ class SilenceMixin:
         if member.inquest is None:
             member.inquest = self._begin_inquest(member, now)
         is_alive = member.inquest.is_alive(now)
+        if sum(one.is_denied_by_most for one in member.disputed) >= MAX_DISPUTED:
+            is_alive = False
         if is_alive:
             log.log(
                 logging.INFO if member.is_cut else logging.WARNING,
@@ -162,6 +172,7 @@ class SilenceMixin:
                 "is cut, or it gets no processor in time", member.full_name,
             )  # fmt: skip
             member.unheard_s = self._unheard_s(member, now)
+            member.disputed = [*member.disputed, member.inquest][-MAX_DISPUTED:]
             self._renew(member, now)
             member.is_cut = True
             return False
@@ -201,9 +212,13 @@ class SilenceMixin:
         """Ask others, apart from one, whether they reach a member, if there are any to ask."""
         heard = [
             item for item in self._peers.values()
-            if item is not member and item.peer != apart_from
-            and self._silent_s(item, now) < self._config.lease_s / 2
+            if item.peer != apart_from and self._silent_s(item, now) < self._config.lease_s / 2
         ]  # fmt: skip
+        return self._ask(member, heard, now)
+
+    def _ask(self, member: Peer, some: Sequence[Peer], now: float) -> Inquest:
+        """Ask members whether they reach another; first those that did, and on other machines."""
+        heard = [item for item in some if item is not member]
         if (
             self.phase is not Phase.RUNNING
             or len(self._peers) < MIN_MEMBERS
@@ -211,7 +226,11 @@ class SilenceMixin:
             or not member.join.cookie
         ):
             return Inquest([], now)
-        heard.sort(key=lambda item: item.join.hostname == member.join.hostname)
+        heard.sort(
+            key=lambda item: (
+                item.peer not in member.reached_by, item.join.hostname == member.join.hostname
+            )
+        )  # fmt: skip
         join, seconds = member.join, confirm_s(self._config.lease_s)
         question = Confirm(member.peer, join.probe_host, join.probe_port, join.cookie, seconds)
         for item in heard[:MAX_ASKED]:
@@ -222,9 +241,11 @@ class SilenceMixin:
         suspect = self._peers.get(message.suspect)
         if suspect is None:
             return
-        for inquest in (suspect.inquest, suspect.hearing):
-            if inquest is not None:
-                inquest.add(member.peer, is_reached=message.reached_ms is not None)
+        is_reached = message.reached_ms is not None
+        asked = (suspect.inquest, suspect.hearing, suspect.first_look, *suspect.disputed)
+        for inquest in asked:
+            if inquest is not None and inquest.add(member.peer, is_reached=is_reached):
+                suspect.reached_by.update([member.peer] * is_reached)
         if suspect.inquest is not None:
             suspect.judge_at = min(suspect.judge_at, now)  # once all that has arrived was read
 

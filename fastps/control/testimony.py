@@ -8,6 +8,9 @@ the other is doubted: in its next dispute with one that is not doubted, it is lo
 reports others loses itself, and one that cuts its links in silence has one honest member lost
 before it is lost.
 
+Where a firewall drops datagrams, those who are asked reach nobody. So a few members are asked
+about each one when its first view starts, and only who has reached it once can miss it later.
+
 Several liars can say the same, so one of those that were believed is doubted too, and who is
 doubted does not count among several. That bounds them. A member that is heard is lost on words
 only if it is doubted, or if another that contradicts it is doubted from then on. One of these two
@@ -15,18 +18,21 @@ lies or cuts links, and nobody is in two such pairs. So as many honest members a
 are liars, at most.
 
 In an elastic job a member ends all its links when one has ended, so others miss it too. What it
-reports itself comes first: that explains what others say of it. A member that the job needs stays.
-Where a loss ends the job, the report stands as the cause. Pure.
+reports itself comes first: that explains what others say of it. A member that the job needs stays,
+unless more than half of the workers say the same of it. Where a loss ends the job, the report
+stands as the cause. Pure.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container
+import random
+from collections.abc import Container, Sequence
 
 from fastps.config import Config
 from fastps.control.admission import Peer
 from fastps.control.blame import (
+    MAX_ASKED,
     MISSED_BEATS,
     VOTES,
     Inquest,
@@ -63,6 +69,18 @@ class TestimonyMixin:
 
     def _begin_inquest(self, member: Peer, now: float, *, apart_from: int = 0) -> Inquest:
         raise NotImplementedError
+
+    def _ask(self, member: Peer, some: Sequence[Peer], now: float) -> Inquest:
+        raise NotImplementedError
+
+    def _look_around(self, now: float) -> None:
+        """Ask some members whether they reach each one that is new in the job."""
+        peers = list(self._peers.values()) if self._outlives_losses else []
+        for member in peers:
+            if member.first_look is None:
+                choice = random.Random(member.join.cookie + str(member.peer).encode())
+                some = choice.sample(peers, min(len(peers), 2 * MAX_ASKED))
+                member.first_look = self._ask(member, some, now)
 
     def _suspect(self, suspect: Peer, reporter: Peer, report: ReportLost, now: float) -> None:
         """Note a report, and ask others whether they reach the suspect."""
@@ -138,18 +156,25 @@ class TestimonyMixin:
             chain.append(own)
 
     def _denials(self, member: Peer) -> list[Peer]:
-        """Return those that were asked and do not reach a member, if they are enough."""
-        return self._several(member.hearing.denied_by() if member.hearing else [])
+        """Return those that were asked and reach a member no more, if they are enough."""
+        denied = member.hearing.denied_by() if member.hearing else []
+        return self._several(member.reached_by.intersection(denied), member)
 
     def _misses(self, peer: int) -> list[Peer]:
         """Return those that miss a member which misses nobody, if they are enough."""
         is_accuser = self._suspicions.by(peer) is not None
-        return self._several([] if is_accuser else self._suspicions.accusers(peer))
+        accusers = () if is_accuser else self._suspicions.accusers(peer)
+        return self._several(accusers, self._peers[peer])
 
-    def _several(self, peers: Container[int]) -> list[Peer]:
+    def _several(self, peers: Container[int], suspect: Peer) -> list[Peer]:
         """Return the members among some whose words count together; none if they are too few."""
         found = [one for one in self._peers.values() if one.peer in peers and not one.is_doubted]
-        return found if len(found) >= VOTES else []
+        n_workers = len(self._programs()) if self._is_needed_by_all(suspect) else 0
+        return found if len(found) >= max(VOTES, n_workers // 2 + 1) else []
+
+    def _is_needed_by_all(self, member: Peer) -> bool:
+        """Return whether the job ends without a member, though it goes on without workers."""
+        return member.join.role != "worker" and self._goes_on
 
     def _believe(self, words: list[Peer], item: Suspicion, now: float) -> None:
         """Lose the suspect of a report on the word of several; if it is heard, doubt one."""
@@ -169,7 +194,7 @@ class TestimonyMixin:
         is_worse = suspect.is_doubted and not reporter.is_doubted
         if not (suspect.is_doubted or reporter.is_doubted):
             suspect.is_doubted = reporter.is_doubted = True  # the one of them that stays
-        is_needed = [one.join.role != "worker" and self._goes_on for one in (suspect, reporter)]
+        is_needed = [self._is_needed_by_all(one) for one in (suspect, reporter)]
         if is_needed[0] != is_needed[1]:
             is_worse = is_needed[1]
         if is_worse:

@@ -289,18 +289,20 @@ def test_patience_is_short_where_the_lease_is() -> None:
     said=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=20),
     is_late=st.booleans(),
 )
-def test_two_equal_answers_decide_whether_a_silent_member_lives(asked, said, is_late) -> None:
+def test_two_that_reach_a_silent_member_decide_and_no_two_that_do_not(
+    asked, said, is_late
+) -> None:
     inquest = Inquest(asked, until=5.0)
     heard: dict[int, bool] = {}
-    decided: bool | None = None
     for peer, is_reached in said:
-        inquest.add(peer, is_reached=is_reached)
-        if peer in asked and peer not in heard:
-            heard[peer] = is_reached
-            if decided is None and list(heard.values()).count(is_reached) == 2:
-                decided = is_reached
-    if decided is None and (is_late or len(heard) == len(asked)):
-        decided = False
+        assert inquest.add(peer, is_reached=is_reached) == (peer in asked)
+        if peer in asked:
+            heard.setdefault(peer, is_reached)
+    n_reach = sum(heard.values())
+    decided = False if is_late or len(heard) == len(asked) else None
+    if n_reach >= VOTES:
+        decided = True
+    assert inquest.is_denied_by_most == (len(heard) - n_reach > n_reach)
     assert inquest.is_alive(5.0 if is_late else 4.9) == decided
     assert inquest.denied_by() == [peer for peer, is_reached in heard.items() if not is_reached]
 

@@ -42,18 +42,22 @@ class Job:
     """A job of workers that answer as they should; those of a view await the next one."""
 
     def __init__(
-        self, kind: str, *, servers: int = 0, size: int = SIZE, liars: Collection[int] = (LIAR,)
-    ) -> None:
+        self, kind: str, *, servers: int = 0, size: int = SIZE, liars: Collection[int] = (LIAR,),
+        has_datagrams: bool = True,
+    ) -> None:  # fmt: skip
         self.kind, self.size, self.liars = kind, size, liars
+        self.has_datagrams = has_datagrams  # else a firewall drops them between members
         self.dead: set[int] = set()  # silent
+        self.cut: set[int] = set()  # silent too, but others reach them
         self.claim: int | None = None  # what liars say of all that they are asked about
         self.driver = Driver(size=size, num_servers=servers, lease_s=LEASE_S, **KINDS[kind])
         for _ in range(servers):
-            self.driver.enter("server")
+            self.driver.enter("server", cookie=b"c" * 32)
         goes_on = kind == "reweight"
         self.peers = [self.driver.enter(goes_on=goes_on, cookie=b"c" * 32) for _ in range(size)]
         self.answered: dict[int, int] = {}
         self.driver.keep_alive()
+        self.answer()
 
     def lives(self, rank: int) -> bool:
         return any(peer == self.peers[rank] for peer, _, _ in self.driver.machine.members())
@@ -83,8 +87,8 @@ class Job:
             peer = self.peers[rank]
             for message in self.driver.sent[peer][self.answered.get(peer, 0) :]:
                 if isinstance(message, Confirm) and rank not in self.dead:
-                    is_dead = self.peers.index(message.suspect) in self.dead
-                    truth = None if is_dead else 1
+                    dead = [self.peers[one] for one in self.dead]
+                    truth = 1 if self.has_datagrams and message.suspect not in dead else None
                     said = self.claim if rank in self.liars else truth
                     self.driver.say(peer, Confirmed(message.suspect, said))
                 elif rank == apart_from or rank in self.dead:
@@ -97,7 +101,7 @@ class Job:
         """Let time pass in which all that live send heartbeats."""
         for _ in range(round(seconds / 0.25)):
             for peer, _, _ in self.driver.machine.members():
-                if peer not in [self.peers[rank] for rank in self.dead]:
+                if peer not in [self.peers[rank] for rank in self.dead | self.cut]:
                     self.driver.machine.pulse(peer, self.driver.now)
             self.driver.advance(0.25)
             self.answer()
@@ -133,8 +137,11 @@ class TestReports:
 
     def test_a_member_that_others_cannot_reach_is_lost_on_one_report(self, job):
         driver, suspect = job.driver, job.peers[LIAR]
+        before = {rank: len(driver.events(job.peers[rank], Confirm)) for rank in OTHERS}
         driver.say(job.peers[0], ReportLost(job.number(LIAR), "reset"))
-        asked = [rank for rank in OTHERS if driver.events(job.peers[rank], Confirm)]
+        asked = [
+            rank for rank, n in before.items() if len(driver.events(job.peers[rank], Confirm)) > n
+        ]
         assert asked == [1, 3, 4]
         for rank in asked[:2]:
             driver.say(job.peers[rank], Confirmed(suspect, None))
@@ -211,6 +218,70 @@ class TestReports:
         for number in range(100):
             job.report(LIAR, number % 2, f"reset {number}")
         assert len(job.driver.machine._suspicions._all) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestFirewall:
+    """Datagrams do not pass between members, so that those who are asked reach nobody."""
+
+    def test_a_member_that_reports_all_others_is_lost_alone(self, kind):
+        job = Job(kind, has_datagrams=False)
+        for rank in OTHERS:
+            job.report(LIAR, rank)
+            job.live()
+        assert job.lost == [LIAR]
+        assert job.driver.machine.phase is Phase.RUNNING
+
+    def test_a_silent_cut_of_links_costs_one_honest_member_at_most(self, kind):
+        job = Job(kind, has_datagrams=False)
+        for rank in OTHERS:
+            job.report(rank, LIAR)
+            job.live()
+        assert len(job.lost) == 2
+        assert LIAR in job.lost
+
+    def test_several_have_fewer_honest_members_lost_than_they_are(self, kind):
+        job = Job(kind, size=9, liars=(1, 4, 8), has_datagrams=False)
+        for rank in range(9):
+            for liar in job.liars:
+                if rank != liar:
+                    job.report(liar, rank)
+            job.live()
+        assert len(job.honest_lost) < len(job.liars)
+
+    def test_a_silent_member_is_lost_all_the_same(self, kind):
+        job = Job(kind, has_datagrams=False)
+        job.dead = {4}
+        job.live(2 * LEASE_S)
+        assert job.lost == [4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestSilentMembers:
+    """What two liars say of a member that the scheduler does not hear."""
+
+    def test_who_is_reached_by_others_lives_whatever_they_say(self, kind):
+        job = Job(kind, size=6, liars=(0, 1))
+        job.cut = {5}
+        job.live(4 * LEASE_S)
+        assert not job.lost
+
+    def test_a_dead_one_is_lost_though_they_say_to_reach_it(self, kind):
+        job = Job(kind, size=6, liars=(0, 1))
+        job.claim = 1
+        job.dead = {5}
+        job.live(4 * LEASE_S)
+        assert job.lost == [5]
+
+    def test_who_lives_again_is_not_held_to_what_was_said_before(self, kind):
+        job = Job(kind, size=6, liars=(0, 1))
+        job.claim = 1
+        for _ in range(3):
+            job.dead = {5}
+            job.live(2 * LEASE_S)
+            job.dead = set()
+            job.live(LEASE_S)
+        assert not job.lost
 
 
 @pytest.fixture(params=[(5, (2, 4)), (9, (2, 5)), (9, (1, 4, 8))], ids=str)
@@ -290,6 +361,29 @@ def test_a_server_that_the_job_needs_stays():
     assert job.driver.machine.first_cause is None
 
 
+@pytest.mark.parametrize("claim", [None, 1])
+def test_a_server_that_the_job_needs_stays_though_two_of_five_report_it(claim):
+    job = Job("reweight", servers=1, liars=(2, 4))
+    job.claim = claim
+    for liar in job.liars:
+        job.driver.say(job.peers[liar], ReportLost(len(job.peers), "reset"))
+        job.answer()
+    job.live()
+    assert job.lost == [2, 4]
+    assert job.driver.machine.first_cause is None
+
+
+def test_a_server_that_most_workers_report_is_lost():
+    job = Job("reweight", servers=1)
+    for rank in (0, 1, 3):
+        job.driver.say(job.peers[rank], ReportLost(len(job.peers), "reset"))
+        job.answer()
+    job.live()
+    cause = job.driver.machine.first_cause
+    assert cause is not None
+    assert cause.role == "server"
+
+
 class TestLandings:
     def test_a_worker_commits_nothing_early(self):
         job = Job("elastic")
@@ -336,9 +430,12 @@ class LiarMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.job = Job(self.kind)
         self.cut: set[int] = set()  # ranks whose links the liar has cut
         self.comes = True
+
+    @initialize(has_datagrams=st.booleans())
+    def begin(self, has_datagrams: bool) -> None:
+        self.job = Job(self.kind, has_datagrams=has_datagrams)
 
     def is_liar_there(self) -> bool:
         return self.job.lives(LIAR)
@@ -427,11 +524,11 @@ class SeveralLiarsMachine(RuleBasedStateMachine):
 
     kind = "elastic"
 
-    @initialize(size=st.integers(4, 9), data=st.data())
-    def begin(self, size: int, data: st.DataObject) -> None:
+    @initialize(size=st.integers(4, 9), has_datagrams=st.booleans(), data=st.data())
+    def begin(self, size: int, has_datagrams: bool, data: st.DataObject) -> None:
         ranks = st.integers(0, size - 1)
         self.liars = data.draw(st.sets(ranks, min_size=1, max_size=(size - 1) // 2))
-        self.job = Job(self.kind, size=size, liars=self.liars)
+        self.job = Job(self.kind, size=size, liars=self.liars, has_datagrams=has_datagrams)
         self.missed: dict[int, float] = {}  # since when links of silent members have ended
         self.silent: list[int] = []
 
