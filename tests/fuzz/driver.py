@@ -37,6 +37,8 @@ MOST_CRASHES = 5  # then a target is given up
 _ARENA_MAX = -8  # M_ARENA_MAX of mallopt()
 _NUMBER = struct.Struct("<q")
 _OPENING = -1
+# Places in the shared memory: number of the next input, of valid ones, and the time of fuzzing.
+_NEXT, _N_VALID, _SPENT_NS = range(0, 3 * _NUMBER.size, _NUMBER.size)
 
 
 @dataclass
@@ -96,33 +98,31 @@ def run_one(target: Target, data: bytes, *, is_seed: bool = False) -> bool:
 
 
 def fuzz(target: Target, *, seed: int, inputs: int = 0, seconds: float = 0.0) -> Outcome:
-    """Run a target for a number of inputs, else for a time."""
+    """Run a target for a number of inputs, else for a time; to open it does not count."""
     outcome = Outcome(target, seed)
-    began = time.monotonic()
     last = inputs or 1 << 62
-    until = began + seconds if seconds else float("inf")
+    limit_s = seconds or float("inf")
     first = n_crashes = 0
-    while first < last and time.monotonic() < until and n_crashes < MOST_CRASHES:
-        number, how = _run_child(outcome, first, last, until)
+    while first < last and outcome.seconds < limit_s and n_crashes < MOST_CRASHES:
+        number, how = _run_child(outcome, first, last, limit_s - outcome.seconds)
         outcome.inputs += number - first
         first = number
         if how:
             outcome.inputs += 1
             outcome.note(how, number, how)
             first, n_crashes = number + 1, n_crashes + 1
-    outcome.seconds = time.monotonic() - began
     return outcome
 
 
-def _run_child(outcome: Outcome, first: int, last: int, until: float) -> tuple[int, str]:
+def _run_child(outcome: Outcome, first: int, last: int, seconds: float) -> tuple[int, str]:
     """Return the number of the input that comes next, and how the child ended at it, if it did."""
     with mmap.mmap(-1, mmap.PAGESIZE) as shared:
-        _NUMBER.pack_into(shared, 0, _OPENING)
+        _NUMBER.pack_into(shared, _NEXT, _OPENING)
         source, sink = os.pipe()
         child = os.fork()
         if not child:
             os.close(source)
-            _work(outcome.target, outcome.seed, (first, last, until), shared, sink)
+            _work(outcome.target, outcome.seed, (first, last, seconds), shared, sink)
         os.close(sink)
         has_hung = False
         with os.fdopen(source, "rb") as news:
@@ -133,7 +133,7 @@ def _run_child(outcome: Outcome, first: int, last: int, until: float) -> tuple[i
                     if not line:
                         break
                     outcome.note(*json.loads(line))
-                number = _NUMBER.unpack_from(shared)[0]
+                number = _NUMBER.unpack_from(shared, _NEXT)[0]
                 if number != before:
                     before, since = number, time.monotonic()
                 limit = OPEN_S if number == _OPENING else HANG_S
@@ -142,9 +142,10 @@ def _run_child(outcome: Outcome, first: int, last: int, until: float) -> tuple[i
                 os.kill(child, signal.SIGABRT)  # whose handler shows where it is
             for line in news:  # what the reader holds
                 outcome.note(*json.loads(line))
-        outcome.n_valid += _NUMBER.unpack_from(shared, _NUMBER.size)[0]
+        outcome.n_valid += _NUMBER.unpack_from(shared, _N_VALID)[0]
+        outcome.seconds += _NUMBER.unpack_from(shared, _SPENT_NS)[0] / 1e9
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        number = max(_NUMBER.unpack_from(shared)[0], first)
+        number = max(_NUMBER.unpack_from(shared, _NEXT)[0], first)
     how = f"it did not end within {HANG_S:g} s" if has_hung else ""
     if status and not has_hung:
         how = f"the process died: exit code {status}"
@@ -157,15 +158,17 @@ def _work(target: Target, seed: int, span: tuple[int, int, float], shared: Any, 
     try:
         faulthandler.enable()
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)  # else each thread reserves 128 MiB
-        (number, last, until), n_valid = span, 0
+        (number, last, seconds), n_valid = span, 0
         target.open()
         seeds = target.seeds()
         gc.collect()
         gc.freeze()  # targets that collect garbage look at their own
         _limit_memory()
         warnings.simplefilter("error")
-        while number < last and (number % 16 or time.monotonic() < until):
-            _NUMBER.pack_into(shared, 0, number)
+        began = time.monotonic()
+        while number < last and (number % 16 or time.monotonic() < began + seconds):
+            _NUMBER.pack_into(shared, _NEXT, number)
+            _NUMBER.pack_into(shared, _SPENT_NS, round(1e9 * (time.monotonic() - began)))
             data = target.make(seeds, seed, number)
             try:
                 n_valid += run_one(target, data, is_seed=number < len(seeds))
@@ -173,8 +176,9 @@ def _work(target: Target, seed: int, span: tuple[int, int, float], shared: Any, 
                 note = json.dumps([_where(error), number, traceback.format_exc(limit=-6)])
                 os.write(sink, note.encode() + b"\n")
             number += 1
-        _NUMBER.pack_into(shared, 0, number)
-        _NUMBER.pack_into(shared, _NUMBER.size, n_valid)
+        _NUMBER.pack_into(shared, _NEXT, number)
+        _NUMBER.pack_into(shared, _N_VALID, n_valid)
+        _NUMBER.pack_into(shared, _SPENT_NS, round(1e9 * (time.monotonic() - began)))
         target.close()
         code = 0
     except BaseException:

@@ -33,6 +33,29 @@ def test_no_input_is_taken_wrongly():
     assert done.returncode == 0, done.stdout
 
 
+class Late(Target):
+    """It takes longer to open than it is run."""
+
+    name = "late"
+    per_round = 1
+
+    def open(self) -> None:
+        threading.Event().wait(0.5)
+
+    def seeds(self) -> list[bytes]:
+        return [b""]
+
+    def run(self, data: bytes) -> None:
+        pass
+
+
+@pytest.mark.filterwarnings("ignore:.*is multi-threaded, use of fork:DeprecationWarning")
+def test_a_target_has_its_time_though_it_is_long_to_open():
+    outcome = driver.fuzz(Late(), seed=1, seconds=0.2)
+    assert outcome.inputs > 0
+    assert outcome.seconds >= 0.2
+
+
 class Broken(Target):
     """It takes its seeds in all wrong ways there are."""
 
