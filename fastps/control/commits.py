@@ -10,11 +10,14 @@ and hands nothing out.
 An entry is "NAME#N": the N-th result of the name that was committed. Operations among members have
 others: see session/elastic_groups.py. Each worker says on which workers such a result has to land.
 It is committed, on these alone, when all of them have said the same. So no worker can have
-a result committed that another one, which takes part, does not have. Pure: no thread, no I/O.
+a result committed that another one, which takes part, does not have. The log of views counts what
+each set of workers has committed by itself, and nothing that one worker has alone. So no worker
+spoils the number of a channel that others have. Pure: no thread, no I/O.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -40,6 +43,14 @@ def parts_of(entry: str) -> tuple[str, int]:
     """Return the name and the number in an entry; an operation's name ends with #."""
     name, _, number = entry.removesuffix("#").rpartition("#")
     return name + "#" * is_operation(entry), int(number)
+
+
+def key_of(name: str, members: frozenset[int], n: int) -> str:
+    """Return the key of a name in the log of views, of n workers; some of them count apart."""
+    if len(members) == n:
+        return name
+    text = ".".join(map(str, sorted(members)))
+    return f"{name}{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}#"
 
 
 def _charge(entry: str) -> int:
@@ -75,7 +86,7 @@ class Commits:
         self._landed: dict[str, dict[frozenset[int], set[int]]] = {}
         self._sets: dict[frozenset[int], _Set] = {}
         self._held: Counter[int] = Counter()  # bytes that are kept for each worker
-        self.last: dict[str, int] = {}  # that was committed in this view, by name
+        self.last: dict[str, int] = {}  # that was committed in this view, by key_of() its name
 
     def refusal(self, entries: Sequence[str], members: frozenset[int], *, me: int, n: int) -> str:
         """Return why a worker may not say this in a view of n workers; empty if it may."""
@@ -98,9 +109,9 @@ class Commits:
         return ""
 
     def land(
-        self, number: int, entries: Iterable[str], members: frozenset[int]
+        self, number: int, entries: Iterable[str], members: frozenset[int], *, n: int
     ) -> tuple[Sequence[str], list[Difference]]:
-        """Take what has landed on a worker.
+        """Take what has landed on a worker, in a view of n.
 
         Return what now has on all of these members, and where others have said that it has to
         land on other members: one of the two is wrong.
@@ -120,13 +131,19 @@ class Commits:
                           for one in some if one != number}  # fmt: skip
                 differences.append(Difference(entry, members, others))
             name, place = parts_of(entry)
-            if landed == members and self._replay.allows(name, place):
-                self._forget(entry, members)
-                if is_operation(entry) and name not in self.last:  # it may be of this one alone
-                    self._held[number] += _charge(name)
-                self.last[name] = place
-                self._replay.commit(name, place)
-                done.append(entry)
+            if landed != members:
+                continue
+            is_alone, key = len(members) == 1 < n, key_of(name, members, n)
+            if not (is_alone or self._replay.allows(key, place)):
+                continue
+            self._forget(entry, members)
+            done.append(entry)
+            if is_alone:
+                continue
+            if is_operation(entry) and key not in self.last:  # only some may have it
+                self._held[number] += _charge(key)
+            self.last[key] = place
+            self._replay.commit(key, place)
         return done, differences
 
     def _keep(self, members: frozenset[int], number: int) -> frozenset[int]:

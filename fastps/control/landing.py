@@ -94,7 +94,7 @@ class LandingMixin:
         if why:
             self._drop(member.peer, broke_text(why), now)
             return
-        done, differences = self._commits.land(number, message.entries, members)
+        done, differences = self._commits.land(number, message.entries, members, n=n_workers)
         for one in differences:
             self._note_difference(member, one, now)
         if done:

@@ -33,7 +33,7 @@ class ViewRecord(msgspec.Struct, frozen=True):
 
     view: int
     workers: tuple[int, ...]
-    committed: dict[str, int]  # by name; an operation's channel ends with #
+    committed: dict[str, int]  # by commits.key_of() a name; that of an operation ends with #
     end: str = ""
     has_boundary: bool = False
 

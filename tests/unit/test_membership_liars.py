@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fastps.control.actions import Phase
+from fastps.control.commits import key_of
 from fastps.control.protocol import (
     Absent,
     Confirm,
@@ -395,6 +396,20 @@ class TestLandings:
             assert not job.driver.events(job.peers[rank], ResultsCommitted)
         job.driver.say(job.peers[1], ResultsLanded(generation, ("7#1#",), (0, 1, LIAR)))
         assert not job.driver.events(job.peers[1], ResultsCommitted)
+
+    def test_a_worker_spoils_no_number_of_others_in_the_log_of_views(self):
+        """A job that is made again waits for all that the log has."""
+        job = Job("elastic")
+        generation = job.driver.machine.generation
+        for rank, number, members in [
+            (LIAR, 9, (LIAR,)), (0, 1, (0, 1, LIAR)), (1, 1, (0, 1, LIAR)),
+            (LIAR, 1, (0, 1, LIAR)), (LIAR, 8, (LIAR,)),
+        ]:  # fmt: skip
+            entries = (f"7#{number}#",)
+            job.driver.say(job.peers[rank], ResultsLanded(generation, entries, members))
+        job.driver.die(job.peers[4])
+        (record,) = job.driver.records
+        assert record.committed == {key_of("7#", frozenset({0, 1, LIAR}), SIZE): 1}
 
     @pytest.mark.parametrize("order", list(itertools.permutations([0, 1, LIAR])))
     def test_who_says_another_set_than_all_others_is_lost(self, order):
