@@ -2,7 +2,8 @@
 """Find and ask the processes of this user and machine for their status; compute rates.
 
 Finds the sockets of `status.py` in the kernel's table and asks each for /status.json. Pure except
-for that. Threads: the caller's; look() blocks up to LOOK_S for each process that is stopped.
+for that. Any user's sockets stand in that table, with any bytes as their names. Threads: the
+caller's; look() blocks up to LOOK_S for each process that is stopped.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def names(table: str, job: str = "") -> list[str]:
 def look(job: str = "") -> list[Look]:
     """Return the status of all processes of this user, of a job or of all jobs."""
     found = []
-    for name in names(TABLE.read_text(), job):
+    for name in names(TABLE.read_text("ascii", "replace"), job):
         with contextlib.suppress(OSError, ValueError, KeyError):
             about = json.loads(_ask(name))
             numbers, links = about.pop("numbers"), about.pop("links", ())
