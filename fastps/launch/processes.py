@@ -239,7 +239,8 @@ def _descendants(root: int) -> list[int]:
     for entry in pathlib.Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                # a name in brackets has any bytes
+                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
     found = [root]
     for pid in found:

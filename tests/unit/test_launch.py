@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -683,6 +684,21 @@ def test_texts_of_members_come_in_printable():
     assert (cleaned(told).waits, cleaned(told).stack) == ("line\nline\\x00", "a\n\tb")
     asked = Blob(1, "name\x1b", 0, None, 1.0)
     assert cleaned(asked) is asked
+
+
+def test_any_users_process_may_have_any_bytes_as_its_name():
+    """The launcher looks at all of the machine's processes for those below it."""
+    call = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff) 1', 0, 0, 0)"
+    wait = "import time; print('named', flush=True); time.sleep(100)"
+    script = f"{call}\n{wait}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None
+        try:
+            assert named.stdout.readline() == b"named\n"
+            end_helpers([named.pid])
+            assert named.wait(LIMIT_S) == -signal.SIGTERM
+        finally:
+            named.kill()
 
 
 def test_no_process_is_signalled_that_is_not_below_us():
