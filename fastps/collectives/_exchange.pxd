@@ -174,6 +174,10 @@ cdef struct Peer:               # what we know of one member
     char* loan
     int32_t result              # of the fold that used it at once
 
+cdef struct ExchangeStats:      # statistics() reports each field by its name
+    uint64_t messages
+    uint64_t message_bytes      # atomic
+
 cdef struct State:
     pthread_mutex_t lock        # guards all but atomics; never held over a copy or a link's call
     Entry* buckets[BUCKETS]
@@ -191,8 +195,7 @@ cdef struct State:
     void* pool                  # a BufferPool
     Owner window_owner          # has the frames of windows; no landing: nobody has
     int32_t news                # counts the ends of what is followed; a futex
-    uint64_t messages           # statistics
-    uint64_t bytes_sent
+    ExchangeStats stats
 
 cdef struct SourceSpec:         # of a fold or copy
     int32_t place               # where ours lies; -1: a message brings it

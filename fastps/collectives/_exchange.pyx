@@ -762,8 +762,7 @@ cdef class Exchange(LinkOwner):
 
     def statistics(self):
         """Count messages and their bytes, and what is kept of them just now, as a dict."""
-        return {"messages": self.state.messages, "message_bytes": self.state.bytes_sent,
-                "messages_kept": count_kept(self.state)}
+        return dict(self.state.stats) | {"messages_kept": count_kept(self.state)}
 
     def __dealloc__(self):
         cdef Entry* entry

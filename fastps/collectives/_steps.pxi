@@ -504,7 +504,7 @@ cdef void transmit(State* state, ActiveStep* step, Work* work) noexcept nogil:
     step.item.nbytes = step.nbytes
     step.item.of = step.task.nbytes
     step.item.chunk_bytes = CHUNK_BYTES
-    fps_add64(<int64_t*>&state.bytes_sent, step.nbytes)
+    fps_add64(<int64_t*>&state.stats.message_bytes, step.nbytes)
     status = send_to(state, step.entry.peer, &step.item)
     if status != OK:
         pthread_mutex_lock(&state.lock)
@@ -621,7 +621,7 @@ cdef void prepare_task(State* state, OperationTask* task, Work* work) noexcept n
         task.number = count_of(state, task.channel, task.steps.entry.peer, way, 1)
     task.next = state.tasks
     state.tasks = task
-    state.messages += task.n_steps
+    state.stats.messages += task.n_steps
     for i in range(2 * task.n_steps):    # copies last: others wait for what we send
         step = &task.steps[i % task.n_steps]
         step.entry.number = step.item.header.key_version = task.number

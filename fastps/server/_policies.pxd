@@ -128,7 +128,7 @@ cdef struct Engine:
     Queue* queue
     Thread* thread
 
-cdef struct StoreStats:
+cdef struct StoreStats:              # statistics() reports each field; atomic adds, int64_t
     int64_t chunks_summed       # units that a rule worked on
     int64_t bytes_summed        # bytes of results
     int64_t rounds_failed
@@ -156,7 +156,7 @@ cdef struct Store:
     int32_t has_news            # atomic
     int64_t lasting_limit       # bytes of lasting buffers; 0: none are kept
     int64_t lasting_left        # bytes that may still be kept as lasting buffers; atomic
-    StoreStats stats            # atomic adds
+    StoreStats stats
     int64_t* refused            # by sender: updates that rules refused; atomic
     int64_t* refused_key        # by sender: of the first of them
     int64_t* absences           # by sender, two each: MISSED_ROUNDS and LATE_UPDATES; or NULL

@@ -700,16 +700,14 @@ cdef class ServerStore(LinkOwner):
 
         And of updates that rules refused: of all workers, and of each that sent some.
         """
-        cdef StoreStats* stats = &self.store.stats
+        cdef StoreStats now
+        cdef size_t i
+        for i in range(sizeof(StoreStats) // sizeof(int64_t)):
+            (<int64_t*>&now)[i] = fps_load64(<int64_t*>&self.store.stats + i)
         counts = {rank: count for rank, (count, _) in self.refusals().items()}
         blamed = {f"updates_refused_of_worker_{rank}": n for rank, n in counts.items()}
-        return {
-            "chunks_summed": fps_load64(&stats.chunks_summed),
-            "bytes_summed": fps_load64(&stats.bytes_summed),
-            "rounds_failed": fps_load64(&stats.rounds_failed),
-            "buffers_not_kept": fps_load64(&stats.buffers_not_kept),
-            "tensors": self.n_tensors,
-            "updates_refused": sum(counts.values()),
+        return dict(now) | {
+            "tensors": self.n_tensors, "updates_refused": sum(counts.values()),
         } | blamed
 
     def close(self, *, double timeout_s=10.0):

@@ -26,18 +26,11 @@ from fastps.config.token import read_secret
 from fastps.errors import ConfigError
 from fastps.security.tokens import wipe_bytes
 from fastps.telemetry.http_request import Request, host_name, read_request, send_answer
+from fastps.telemetry.statistics import GAUGE, find_statistic
 from fastps.transport import sockets
 from fastps.transport.traffic import Traffic, together
 
 PREFIX = "fastps-status"
-# The numbers of statistics() that may fall again; all others only grow.
-GAUGES = frozenset({
-    "step_seconds", "exposed_share", "exposed_share_of_step", "credit_bytes", "links", "tensors",
-    "size", "members", "half_open", "generation", "messages_kept", "shared_memory_bytes", "pipes",
-    "peer_memory", "autotune_is_over", "autotune_gain", "autotune_credit_bytes",
-    "autotune_partition_bytes", "autotune_bucket_bytes",
-})  # fmt: skip
-OF_SERVER = "server_"  # before the numbers of a server beside a worker
 MAX_CLIENTS = 8  # at one time, of one socket; the kernel lets more of them wait
 _ANSWER_S = 5.0  # for a client to send its request, and to read the answer; both together
 _STOP_S = 5.0
@@ -237,11 +230,10 @@ def render(about: Mapping[str, Any], numbers: Numbers, links: Links) -> bytes:
     class Numbered:
         def collect(self) -> Iterator[Metric]:
             for name, value in numbers.items():
-                may_fall = name.removeprefix(OF_SERVER) in GAUGES
-                kind = GaugeMetricFamily if may_fall else CounterMetricFamily
-                family = kind(
-                    f"fastps_{name}", f"{name} of fastps.statistics()", labels=list(labels)
-                )
+                row = find_statistic(name)
+                is_gauge = row is not None and row.kind == GAUGE
+                kind = GaugeMetricFamily if is_gauge else CounterMetricFamily
+                family = kind(f"fastps_{name}", row.meaning if row else name, labels=list(labels))
                 family.add_metric(list(labels.values()), value)
                 yield family
             for name in ("bytes_sent", "bytes_received"):

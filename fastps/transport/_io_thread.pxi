@@ -281,13 +281,9 @@ cdef void list_link(BaseLink* link, BaseLink* twin) noexcept nogil:
 
 
 cdef void add_stats(LinkStats* total, const LinkStats* stats) noexcept nogil:
-    total.bytes_sent += stats.bytes_sent
-    total.bytes_received += stats.bytes_received
-    total.frames_sent += stats.frames_sent
-    total.frames_received += stats.frames_received
-    total.writes += stats.writes
-    total.reads += stats.reads
-    total.loans += stats.loans
+    cdef size_t i
+    for i in range(sizeof(LinkStats) // sizeof(uint64_t)):
+        (<uint64_t*>total)[i] += (<const uint64_t*>stats)[i]
 
 
 cdef void unlist(IoThread* io, BaseLink* link) noexcept nogil:

@@ -78,7 +78,7 @@ cdef struct Owner:
     # way has had its `landing`.
     void (*withdrawn)(void* context, Link* link, uint64_t key) noexcept nogil
 
-cdef struct LinkStats:
+cdef struct LinkStats:        # statistics() reports each field by its name; all uint64_t
     uint64_t bytes_sent     # headers included
     uint64_t bytes_received
     uint64_t frames_sent

@@ -12,10 +12,13 @@
 cdef enum:
     MAX_CODEC_THREADS = 64
 
+cdef struct CodecStats:         # statistics() reports each field by its name; atomic
+    int64_t bytes_before_compression
+    int64_t bytes_after_compression
+
 cdef struct Works:              # shared by both stages
     Queue* queue                # of Partition*
-    int64_t bytes_before        # of what was encoded; atomic
-    int64_t bytes_after
+    CodecStats stats
 
 cdef struct Scratch:
     char* place
@@ -45,8 +48,8 @@ cdef int code_part(Works* works, Partition* part, Scratch* scratch) noexcept nog
             code_encode(code, unit, record.version, record.source + part.offset, record.ratio,
                         wire + unit * code.unit_bytes, scratch.place)
     if not part.is_back:
-        fps_add64(&works.bytes_before, part.nbytes)
-        fps_add64(&works.bytes_after, part.wire_bytes)
+        fps_add64(&works.stats.bytes_before_compression, part.nbytes)
+        fps_add64(&works.stats.bytes_after_compression, part.wire_bytes)
     return OK
 
 
@@ -128,10 +131,7 @@ cdef class Encoding(StageHolder):
 
     def statistics(self):
         """Return the bytes before and after encoding, as a dict."""
-        return {
-            "bytes_before_compression": fps_load64(&self.works.bytes_before),
-            "bytes_after_compression": fps_load64(&self.works.bytes_after),
-        }
+        return dict(self.works.stats)
 
     def close(self, *, double timeout_s):
         """Refuse further parts; return whether the threads ended in time."""

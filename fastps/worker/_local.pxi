@@ -316,9 +316,9 @@ cdef class LocalStages:
             mine.input = offset_in(local, record.input, record.nbytes)
         mine.is_shadowed = False
         if mine.input != PRIVATE and mine.output != PRIVATE:
-            local.bytes_registered += record.nbytes
+            local.stats.bytes_registered += record.nbytes
         else:
-            local.bytes_staged += record.nbytes
+            local.stats.bytes_staged += record.nbytes
             mine.input = mine.output = PRIVATE
             if record.sendings != NULL or record.nbytes <= SHADOW_BYTES:
                 base = self.fill_shadow(tensor)
@@ -414,10 +414,7 @@ cdef class LocalStages:
             run_step(self.local)
 
     cdef dict statistics(self):
-        return {
-            "bytes_registered": self.local.bytes_registered,
-            "bytes_staged": self.local.bytes_staged,
-        }
+        return dict(self.local.stats)
 
     def __dealloc__(self):
         if self.local == NULL or self.local.helper != NULL:

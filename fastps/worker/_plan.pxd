@@ -152,6 +152,10 @@ cdef struct LocalTensorRecord:
     int32_t failure             # OK, or with which status one of them came
     bint is_counted             # this rank is among those that arrived
 
+cdef struct LocalStats:         # statistics() reports each field by its name; GIL
+    int64_t bytes_registered
+    int64_t bytes_staged
+
 cdef struct Local:
     Stage reduce                # first: among the ranks of this machine
     Stage spread                # later: what came back from servers, to the others
@@ -190,8 +194,7 @@ cdef struct Local:
     int64_t stage_out           # and copied out
     RingTask* trailing[MAX_LOCAL + 2]   # passed by us, a chunk still in somebody's hands
     int n_trailing
-    int64_t bytes_registered    # statistics; GIL
-    int64_t bytes_staged
+    LocalStats stats
     Pipes* pipes                # frames between the ranks; the runner moves them on
 
 cdef class LocalStages:

@@ -26,6 +26,7 @@ from fastps.launch.doctor import main as fastps_command
 from fastps.launch.output import Outlet, Screen
 from fastps.launch.progress_line import MergedLine
 from fastps.telemetry import watch
+from fastps.telemetry.statistics import find_statistic
 from fastps.telemetry.status import StatusService
 
 LIMIT_S = 100
@@ -112,6 +113,7 @@ def test_a_live_line(job):
     assert [(one.about["role"], one.about["rank"]) for one in found] == [
         ("worker", 0), ("worker", 1), ("scheduler", 0), ("server", 0)]  # fmt: skip
     assert found[2].numbers["refused"] == 0
+    assert all(find_statistic(name) for one in found for name in one.numbers)
     assert all(one.numbers["steps"] > 0 for one in found[:2])
 
 

@@ -150,11 +150,13 @@ def test_a_host_without_its_port():
 
 def test_numbers_that_may_fall_are_gauges():
     about = {"job": "j", "role": "worker", "rank": 0}
-    numbers = {"operations": 2, "messages_kept": 1, "server_tensors": 3, "server_bytes_summed": 9}
+    numbers = {"operations": 2, "messages_kept": 1, "server_tensors": 3, "server_bytes_summed": 9,
+               "accepted_share_of_worker_1": 0.5}  # fmt: skip
     text = status.render(about, numbers, []).decode()
     kinds = dict(line.split()[2:] for line in text.splitlines() if line.startswith("# TYPE"))
     assert {name.removesuffix("_total"): kind for name, kind in kinds.items()} == {
         "fastps_operations": "counter", "fastps_messages_kept": "gauge",
         "fastps_server_tensors": "gauge", "fastps_server_bytes_summed": "counter",
+        "fastps_accepted_share_of_worker_1": "gauge",
         "fastps_link_bytes_sent": "counter", "fastps_link_bytes_received": "counter",
     }  # fmt: skip
