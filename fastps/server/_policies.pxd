@@ -133,6 +133,7 @@ cdef struct StoreStats:              # statistics() reports each field; atomic a
     int64_t bytes_summed        # bytes of results
     int64_t rounds_failed
     int64_t buffers_not_kept    # for lack of room
+    int64_t frames_late         # dropped: of rounds that have failed
 
 cdef struct LinkState:               # one link of one member
     LinkSlot slot

@@ -457,6 +457,7 @@ cdef bint count_push(Round* round, Contribution* contribution,
     cdef Entry* entry = round.pair.entry
     contribution.landing = 0
     if is_late_frame(round, header):
+        fps_add64(&entry.store.stats.frames_late, 1)
         return False
     contribution.cursor += header.length
     if contribution.cursor == entry.nbytes:

@@ -81,6 +81,7 @@ STATISTICS = tuple(Statistic(*row) for row in (
     (_SERVER, "bytes_summed", COUNTER, "bytes of results"),
     (_SERVER, "rounds_failed", COUNTER, "rounds that ended with an error"),
     (_SERVER, "buffers_not_kept", COUNTER, "buffers given back between rounds, for lack of room"),
+    (_SERVER, "frames_late", COUNTER, "frames of failed rounds that were dropped"),
     (_SERVER, "updates_refused", COUNTER, "updates that robust rules refused"),
     (_SERVER, "updates_refused_of_worker_N", COUNTER, "those of one worker"),
     (_SERVER, "rounds_missed", COUNTER, "deadline rounds that ended without a worker"),

@@ -452,6 +452,7 @@ def test_a_laggard_of_rounds_that_failed_long_ago_gets_the_error(make):
     for version in (1, 2, 3):
         server.push(2, values_of(2), key_version=version)
         assert server.error(2) == (version, MISMATCH, 1)
+    assert server.store.statistics()["frames_late"] == len(values_of(2).tobytes()) // CHUNK
     for rank in range(3):
         server.push(rank, values_of(rank), key_version=4)
     total = values_of(0) + values_of(1) + values_of(2)
