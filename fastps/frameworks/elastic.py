@@ -41,7 +41,7 @@ import numpy as np
 from fastps.control.protocol import pack_spec, unpack_spec
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import open_folder
-from fastps.frameworks import commits
+from fastps.frameworks import saved_states
 from fastps.frameworks.array_exchange import broadcast_in_place
 from fastps.frameworks.elastic_views import (
     Members,
@@ -230,10 +230,10 @@ class State(ABC):
 
     def _write(self, path: Path, saved: dict[str, Any]) -> None:
         plain, described, tensors = self._take_apart(saved)
-        commits.write(path, plain, described or (), tensors)
+        saved_states.write(path, plain, described or (), tensors)
 
     def _read(self, path: Path) -> dict[str, Any]:
-        return self._put_together(*commits.read(path, self._room))
+        return self._put_together(*saved_states.read(path, self._room))
 
     # ---- starts and restarts ----
 
@@ -274,7 +274,7 @@ class State(ABC):
         now = current.current()
         if now.rank == 0 and now.config.commit_dir:
             self._path = _place(now.config.commit_dir, self._number)
-        return self._path is not None and commits.exists(self._path)
+        return self._path is not None and saved_states.exists(self._path)
 
     def _load(self, path: Path) -> None:
         """Take the values of the last commit on the disk."""

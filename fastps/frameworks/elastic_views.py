@@ -19,7 +19,7 @@ import numpy as np
 from fastps.errors import PeerLostError, ViewChangedError
 
 if TYPE_CHECKING:
-    from fastps.frameworks.commits import Room
+    from fastps.frameworks.saved_states import Room
     from fastps.session.elastic_handle import Scope
     from fastps.session.view import View
 

@@ -23,9 +23,9 @@ torch = pytest.importorskip("torch")
 from test_torch_broadcast import OPTIMIZERS, same, small_model, train  # noqa: E402
 
 from fastps.errors import ConfigError, FastPSError  # noqa: E402
-from fastps.frameworks import commits as files  # noqa: E402
 from fastps.frameworks import elastic as lives  # noqa: E402
-from fastps.frameworks.torch import commits, elastic  # noqa: E402
+from fastps.frameworks import saved_states as files  # noqa: E402
+from fastps.frameworks.torch import elastic, saved_states  # noqa: E402
 from fastps.frameworks.torch.elastic import ElasticSampler, TorchState  # noqa: E402
 from fastps.session import current  # noqa: E402
 
@@ -200,13 +200,13 @@ def damages(whole: bytes) -> Iterator[bytes]:
 
 def test_a_damaged_commit_is_never_taken_for_whole(tmp_path: Path) -> None:
     path = tmp_path / "commit-1.fastps"
-    commits.write(path, committed(1))
+    saved_states.write(path, committed(1))
     whole = path.read_bytes()
-    assert same(commits.read(path), committed(1))
+    assert same(saved_states.read(path), committed(1))
     for wrong in damages(whole):
         path.write_bytes(wrong)
         with pytest.raises(ConfigError, match=r"damaged.*begin anew"):
-            commits.read(path)
+            saved_states.read(path)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
@@ -216,24 +216,24 @@ def test_the_commit_before_takes_the_place_of_a_damaged_one(
 ) -> None:
     path, before = tmp_path / "commit-1.fastps", tmp_path / "commit-1.before"
     for epoch in (1, 2, 3):
-        commits.write(path, committed(epoch))
+        saved_states.write(path, committed(epoch))
     if is_lost:
         path.unlink()
     else:
         path.write_bytes(flipped(path.read_bytes(), 7, 3))
     assert files.exists(path)
     with caplog.at_level(logging.WARNING):
-        assert same(commits.read(path), committed(2))
+        assert same(saved_states.read(path), committed(2))
     assert f"{path} is damaged" in caplog.text
     assert str(before) in caplog.text
-    assert same(commits.read(path), committed(2))  # by the next life
-    commits.write(path, committed(4))
-    assert same(commits.read(path), committed(4))
+    assert same(saved_states.read(path), committed(2))  # by the next life
+    saved_states.write(path, committed(4))
+    assert same(saved_states.read(path), committed(4))
     path.unlink()
-    assert same(commits.read(path), committed(2))  # which nothing damaged has replaced
+    assert same(saved_states.read(path), committed(2))  # which nothing damaged has replaced
     before.write_bytes(b"")
     with pytest.raises(ConfigError, match=r"before.*begin anew"):
-        commits.read(path)
+        saved_states.read(path)
 
 
 def test_one_commit_is_whole_whenever_a_write_ends(
@@ -256,13 +256,13 @@ def test_one_commit_is_whole_whenever_a_write_ends(
     monkeypatch.setattr(os, "rename", failing(os.rename))
     for last in range(1, 6):
         calls, found = -1000, 2 * last
-        commits.write(path, committed(found))
+        saved_states.write(path, committed(found))
         calls = 0
         with contextlib.suppress(FastPSError):
-            commits.write(path, committed(found + 1))
+            saved_states.write(path, committed(found + 1))
         assert calls >= min(last, 4)
         last = -1
-        assert commits.read(path)["epoch"] in (found, found + 1)
+        assert saved_states.read(path)["epoch"] in (found, found + 1)
 
 
 @settings(

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastps.control.view_log import Replay, ViewRecord, read_records, write_records
 from fastps.files import open_folder
-from fastps.frameworks import commits
+from fastps.frameworks import saved_states
 from fastps.frameworks.elastic import _described, _room
 from fastps.reduce.machine_code import Code
 from fastps.telemetry.spans import RECORD
@@ -49,21 +49,22 @@ class Commits(_Folder):
         arrays = [np.arange(12, dtype=np.float32).reshape(3, 4), np.ones(5, np.int64)]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "a.commit"
-            commits.write(path, {"step": 3, "sampler": (1, [2])}, [_described(a) for a in arrays],
-                          [a.reshape(-1).view(np.uint8).data for a in arrays])  # fmt: skip
+            described = [_described(array) for array in arrays]
+            data = [array.reshape(-1).view(np.uint8).data for array in arrays]
+            saved_states.write(path, {"step": 3, "sampler": (1, [2])}, described, data)
             whole = path.read_bytes()
-        length = commits._END.unpack(whole[-commits._END.size :])[1]
-        head = whole[-commits._END.size - length : -commits._END.size]
-        return [self.join([whole[: -commits._END.size - length], head])]
+        length = saved_states._END.unpack(whole[-saved_states._END.size :])[1]
+        head = whole[-saved_states._END.size - length : -saved_states._END.size]
+        return [self.join([whole[: -saved_states._END.size - length], head])]
 
     def run(self, data: bytes) -> None:
         tensors, head = self.split(data)
-        end = commits._END.pack(commits._MAGIC, len(head), commits._digest(head))
+        end = saved_states._END.pack(saved_states._MAGIC, len(head), saved_states._digest(head))
         path = self.path / "a.commit"
         for old in self.path.iterdir():
             old.unlink()
         path.write_bytes(tensors + head + end)
-        commits.read(path, _room)
+        saved_states.read(path, _room)
 
     def split(self, data: bytes) -> list[bytes]:
         size = struct.unpack("<I", data[:4].ljust(4, b"\0"))[0]

@@ -21,7 +21,7 @@ from fastps.collectives.objects import encode_object
 from fastps.control.foreign_launch import FileBoard
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import make_folders, open_folder, open_shared, read_file
-from fastps.frameworks import commits
+from fastps.frameworks import saved_states
 from fastps.launch import timeline
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.spans import RECORD
@@ -248,19 +248,19 @@ def test_commits_of_another_user_are_not_loaded(theirs: Path, tmp_path: Path) ->
 
     path = theirs / "commit-1.fastps"
     for work in (
-        lambda: commits.write(path, {"epoch": 1}, [], []),
-        lambda: commits.read(path, room),
-        lambda: commits.exists(path),
+        lambda: saved_states.write(path, {"epoch": 1}, [], []),
+        lambda: saved_states.read(path, room),
+        lambda: saved_states.exists(path),
     ):
         with pytest.raises(FastPSError, match=f"belongs to user {NOBODY}"):
             work()
     own = tmp_path / "own" / path.name
-    commits.write(own, {"epoch": 1}, [], [])
+    saved_states.write(own, {"epoch": 1}, [], [])
     assert mode_of(own) == 0o600
-    assert commits.read(own, room) == ({"epoch": 1}, [])
+    assert saved_states.read(own, room) == ({"epoch": 1}, [])
     os.chown(own, NOBODY, NOBODY)
     with pytest.raises(ConfigError, match=rf"cannot be used: .*belongs to user {NOBODY}"):
-        commits.read(own, room)
+        saved_states.read(own, room)
     assert own.exists()  # not taken for damaged
 
 
@@ -268,10 +268,10 @@ def test_commits_of_another_user_are_not_loaded(theirs: Path, tmp_path: Path) ->
 def test_a_commit_with_another_head_is_damaged(tmp_path: Path, head: object) -> None:
     """Its digest is right, so no disk has changed it."""
     path, data = tmp_path / "commit-1.fastps", encode_object(head)
-    end = commits._END.pack(commits._MAGIC, len(data), commits._digest(data))
+    end = saved_states._END.pack(saved_states._MAGIC, len(data), saved_states._digest(data))
     path.write_bytes(data + end)
     with pytest.raises(ConfigError, match="is not one of fastps"):
-        commits.read(path, lambda _: (None, memoryview(b"")))
+        saved_states.read(path, lambda _: (None, memoryview(b"")))
 
 
 @pytest.mark.parametrize(("error", "named"), [(MemoryError, FastPSError), (KeyError, ConfigError)])
@@ -280,9 +280,9 @@ def test_a_description_of_which_no_tensor_can_be_made(tmp_path: Path, error, nam
         raise error("x")
 
     path = tmp_path / "commit-1.fastps"
-    commits.write(path, {}, ["huge"], [memoryview(b"1234")])
+    saved_states.write(path, {}, ["huge"], [memoryview(b"1234")])
     with pytest.raises(named, match="tensor 0, 'huge'"):
-        commits.read(path, room)
+        saved_states.read(path, room)
     assert path.exists()  # with too little memory it is not damaged
 
 
@@ -292,7 +292,7 @@ def test_a_commit_follows_no_link(tmp_path: Path) -> None:
     folder = tmp_path / "commits"
     folder.mkdir(mode=0o700)
     (folder / "commit-1.new").symlink_to(victim)
-    commits.write(folder / "commit-1.fastps", {"epoch": 1}, [], [])
+    saved_states.write(folder / "commit-1.fastps", {"epoch": 1}, [], [])
     assert victim.read_text() == "precious"
 
 

@@ -7,5 +7,5 @@ optimizer/      DistributedOptimizer: synchronous, CrossBarrier, PipeSGD, parame
 decentralized/  optimizers that average models with neighbours, windows
 algorithms/     local SGD and DiLoCo, steps that validators judge
 distributed/    the backend "fastps" of torch.distributed, a communication hook for its DDP
-elastic.py, elastic_sampler.py, commits.py  training that continues after a loss
+elastic.py, elastic_sampler.py, saved_states.py  training that continues after a loss
 """

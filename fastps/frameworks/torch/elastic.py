@@ -11,7 +11,7 @@ from typing import Any
 
 from fastps.frameworks.elastic import HostsUpdatedInterrupt, State, run
 from fastps.frameworks.elastic_views import Parcel
-from fastps.frameworks.torch import commits
+from fastps.frameworks.torch import saved_states
 from fastps.frameworks.torch.elastic_sampler import ElasticSampler
 from fastps.frameworks.torch.ops.broadcast import broadcast_object
 
@@ -45,13 +45,13 @@ class TorchState(State):
         return found
 
     def _take_apart(self, saved: dict[str, Any]) -> Parcel:
-        return commits.take_apart(saved)
+        return saved_states.take_apart(saved)
 
     def _put_together(self, plain: Any, tensors: list[Any]) -> dict[str, Any]:
-        return commits.put_together(plain, tensors)
+        return saved_states.put_together(plain, tensors)
 
     def _room(self, about: Any) -> tuple[Any, memoryview]:
-        return commits.room(about)
+        return saved_states.room(about)
 
 
 def _has_state(value: Any) -> bool:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits of training state on disk, with digests; the previous commit is kept.
 
-Results of an elastic job are committed in control/commits.py, which has nothing to do with this.
-
 A file has three parts: the bytes of all tensors; the head, with plain values, and description and
 digest of each tensor; the end, with magic, length and digest of the head. So a file that is
 truncated or has a changed bit is detected before any of its values is used.

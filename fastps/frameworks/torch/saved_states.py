@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training state with tensors in it, written and read by `fastps.frameworks.commits`."""
+"""Training state with tensors in it, written and read by `fastps.frameworks.saved_states`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastps.frameworks import commits
+from fastps.frameworks import saved_states
 from fastps.frameworks.elastic_views import Parcel
 from fastps.frameworks.torch.ops.broadcast import describe, make_room
 from fastps.frameworks.torch.ops.pytrees import put_back, take_out
@@ -20,12 +20,12 @@ from fastps.worker.handle import Array
 def write(path: Path, saved: dict[str, Any]) -> None:
     """Write values as the last commit; TypeError for other types, FastPSError for the disk's."""
     plain, described, tensors = take_apart(saved)
-    commits.write(path, plain, described or (), tensors)
+    saved_states.write(path, plain, described or (), tensors)
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the last complete commit; ConfigError if there is none."""
-    return put_together(*commits.read(path, room))
+    return put_together(*saved_states.read(path, room))
 
 
 def take_apart(saved: dict[str, Any]) -> Parcel:
