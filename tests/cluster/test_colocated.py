@@ -135,7 +135,7 @@ def test_orderly_exit_while_others_push(patience_s):
 
 
 def test_nobody_is_blamed_when_nothing_is_needed_from_the_one_that_left():
-    environment = APART | {"FASTPS_SHUTDOWN_TIMEOUT_S": "0.3"}
+    environment = APART | {"FASTPS_SHUTDOWN_TIMEOUT_S": "0.3", "FASTPS_LINGER_S": "0.3"}
     with Job(
         programs_colocated.leave_while_idle,
         workers=3,

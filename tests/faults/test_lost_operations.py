@@ -12,6 +12,7 @@ WAYS = {
     "sockets": {"FASTPS_SHARED_MEMORY": "0"},
     "tcp": {"FASTPS_SHARED_MEMORY": "0", "FASTPS_UNIX_SOCKETS": "0"},
 }
+SOON = {"FASTPS_SHUTDOWN_TIMEOUT_S": "1"}  # who leaves waits for the others for so long
 POINTS = ("link_send@60", "link_recv@45")
 
 
@@ -29,7 +30,8 @@ def test_killed_in_the_middle_of_an_operation(kind, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_who_leaves_is_named(way):
-    found = run_job(programs_lost.leave_early, workers=3, servers=0, environment=WAYS[way])
+    environment = WAYS[way] | SOON
+    found = run_job(programs_lost.leave_early, workers=3, servers=0, environment=environment)
     assert found[0] == "left"
     assert all("worker 0" in text for text in found[1:]), found
 
@@ -47,7 +49,7 @@ def test_roots_that_differ_are_an_error_for_everybody():
 
 
 def test_who_waits_for_anybody_hears_that_all_have_left():
-    found = run_job(programs_lost.nobody_left, workers=3, servers=0)
+    found = run_job(programs_lost.nobody_left, workers=3, servers=0, environment=SOON)
     assert found[1:] == ["left", "left"]
     assert found[0] != "no error"
 
