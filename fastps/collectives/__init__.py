@@ -7,5 +7,5 @@ needs of it. Threads: callers begin operations; links' threads run them without 
 Read schedule.py (pure), group.py and group_base.py, then _exchange.pyx and its pieces: _steps.pxi
 (what is sent), _frames.pxi (what comes), _folds.pxi (sums), _messages.pxi (their table). A call
 made before skips group.py: _calls.pyx, _repeated.pxi. Operations of several exchanges:
-row_counts.py. In shared memory the threads are those of worker/_local.pxi.
+row_counts.py. In shared memory the threads are those of worker/_local_threads.pxi.
 """
