@@ -273,7 +273,7 @@ class LocalSteps(Blocks):
                     one = session.push_pull_async(change, name, out=change, dtype=code, **scope)
                 else:
                     one = session.push_pull_async([change], [name], out=[change], dtype=code,
-                                                    gives=False)  # fmt: skip
+                                                    contributes=False)  # fmt: skip
                 handles.append(one)
         return handles
 

@@ -92,7 +92,7 @@ class SaveHandle:
         self._ended.set()
 
 
-class Wish(NamedTuple):
+class SaveRequest(NamedTuple):
     """What save_async() was asked for."""
 
     folder: Path
@@ -121,8 +121,8 @@ def start(
     kinds: Sequence[Kind],
 ) -> SaveHandle:  # fmt: skip
     """Copy a state and start to save it; see fastps.checkpoint.save_async()."""
-    wish = Wish(Path(os.path.abspath(folder)), operator.index(step), keep)
-    if wish.step < 0:
+    request = SaveRequest(Path(os.path.abspath(folder)), operator.index(step), keep)
+    if request.step < 0:
         raise ValueError(f"step must be 0 or more, got {step}")
     if keep is not None and operator.index(keep) < 1:
         raise ValueError(f"keep must be 1 or more, or None to keep all, got {keep}")
@@ -135,7 +135,7 @@ def start(
         if _turns.last is None:
             current.wait_before_leaving(_turns.finish)
         _turns.finish()
-        saver = _Saver(wish, state, own, kinds)
+        saver = _Saver(request, state, own, kinds)
         _turns.last = saver.handle
         saver.start()
         return saver.handle
@@ -171,10 +171,10 @@ class _Writing:
 class _Saver:
     """One save of this worker."""
 
-    def __init__(self, wish: Wish, state: Any, own: Any, kinds: Sequence[Kind]) -> None:
+    def __init__(self, request: SaveRequest, state: Any, own: Any, kinds: Sequence[Kind]) -> None:
         """Copy what this worker writes. What is wrong with it, all hear of."""
-        self._wish = wish
-        self.handle = SaveHandle(wish.step)
+        self._request = request
+        self.handle = SaveHandle(request.step)
         self._team = Team(_TEAM)
         self._share, self._size = self._team.rank, self._team.size
         self._failure: Exception | None = None
@@ -226,7 +226,7 @@ class _Saver:
             if self._snapshot is not None:
                 self._snapshot.free()
             self._hold.end()
-            path = self._wish.folder / self._saved.name if self._saved else None
+            path = self._request.folder / self._saved.name if self._saved else None
             self.handle.end(path if self._is_complete else None, error)
 
     def _save(self) -> None:
@@ -251,8 +251,8 @@ class _Saver:
         if self._failure is not None:
             return None, ""
         try:
-            folder = stack.enter_context(folders.locked(self._wish.folder))
-            self._saved = folders.start_draft(folder, self._wish.step)
+            folder = stack.enter_context(folders.locked(self._request.folder))
+            self._saved = folders.start_draft(folder, self._request.step)
         except OSError as error:
             return None, text_of(error)
         return folder, ""
@@ -261,7 +261,7 @@ class _Saver:
         told = failure or (_text_of(self._failure) if self._failure else "")
         form = hashlib.sha256(repr(self._state.tensors).encode()).hexdigest()
         return {
-            "share": self._share, "size": self._size, "step": self._wish.step, "form": form,
+            "share": self._share, "size": self._size, "step": self._request.step, "form": form,
             "saved": None if self._saved is None else tuple(self._saved), "error": told,
         }  # fmt: skip
 
@@ -313,7 +313,9 @@ class _Saver:
         writing = None
         error = ""
         try:
-            parent = folder or stack.enter_context(open_folder(self._wish.folder, is_made=False))
+            parent = folder or stack.enter_context(
+                open_folder(self._request.folder, is_made=False)
+            )
             draft = stack.enter_context(parent.subfolder(folders.draft_of(saved)))
             writing = _Writing(draft, file_name(self._share, self._size), snapshot)
         except FileNotFoundError as found:
@@ -360,15 +362,15 @@ class _Saver:
         if (error := replies[0].get("error", "its rank 0 gave up")) != "":
             raise CheckpointError(self._words(error))
         self._is_complete = True
-        if self._team.is_lead and self._wish.keep is not None:
-            folders.keep_newest(self._wish.folder, self._wish.keep)
+        if self._team.is_lead and self._request.keep is not None:
+            folders.keep_newest(self._request.folder, self._request.keep)
 
     def _complete(self, results: Sequence[dict[str, Any]]) -> str:
         """Write the manifest and rename the folder; return why not."""
         saved = self._saved
         assert saved is not None
         try:
-            with open_folder(self._wish.folder, is_made=False) as folder:
+            with open_folder(self._request.folder, is_made=False) as folder:
                 if not folder.has(saved.name):
                     data = write_manifest(self._manifest(results))
                     read_manifest(data)
@@ -391,7 +393,9 @@ class _Saver:
                 place = number if number < n_shared else first + number - n_shared
                 stored.append(Stored(Piece(place, offsets, shape), share, at, digest))
         files = [File(*result["file"]) for result in results]
-        return Manifest(self._wish.step, self._state.plain, own, first_own, tensors, files, stored)
+        return Manifest(
+            self._request.step, self._state.plain, own, first_own, tensors, files, stored
+        )
 
     # ---- give up
 
@@ -402,14 +406,14 @@ class _Saver:
         if self._saved is not None and self._team.is_lead:
             with (
                 contextlib.suppress(OSError),
-                open_folder(self._wish.folder, is_made=False) as folder,
+                open_folder(self._request.folder, is_made=False) as folder,
             ):
                 folders.discard(folder, self._saved)
 
     def _words(self, why: str) -> str:
         return (
-            f"step {self._wish.step} was not saved in {self._wish.folder}: {why}. Checkpoints "
-            "from before are still there."
+            f"step {self._request.step} was not saved in {self._request.folder}: {why}. "
+            "Checkpoints from before are still there."
         )
 
 

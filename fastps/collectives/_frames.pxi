@@ -78,8 +78,8 @@ cdef int announce(State* state, Link* link, const Header* header, uint32_t most)
     return status
 
 
-cdef void* guest_landing(State* state, Link* link, const Header* header,
-                         int* status) noexcept nogil:
+cdef void* window_landing(State* state, Link* link, const Header* header,
+                          int* status) noexcept nogil:
     """Ask whoever has windows where the bytes of a frame go."""
     if state.window_owner.landing == NULL:
         status[0] = E_PROTOCOL
@@ -92,7 +92,7 @@ cdef void* exchange_landing(void* context, Link* link, const Header* header,
     cdef State* state = <State*>context
     cdef Peer* peer = &state.peers[link.peer]
     if header.kind == KIND_WINDOW:
-        return guest_landing(state, link, header, status)
+        return window_landing(state, link, header, status)
     status[0] = announce(state, link, header, CHUNK_BYTES)
     if status[0] != OK:
         return NULL
@@ -116,7 +116,7 @@ cdef int exchange_adopt(void* context, Link* link, const Header* header,
     cdef int status = OK
     cdef void* place
     if header.kind == KIND_WINDOW:
-        place = guest_landing(state, link, header, &status)
+        place = window_landing(state, link, header, &status)
         if status == OK:
             fps_copy(place, payload, header.length, 0)
         return status

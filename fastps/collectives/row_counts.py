@@ -81,7 +81,7 @@ def tell(rows: Rows) -> Generator[Operation, None, Blocks]:
     is_asked = group.size > 1 and rows.call == rows.kind
     if group.size > 1:
         found = bytearray(len(packed) // len(counts) * group.size)
-        operation = yield from _trade(rows, packed, found, may_differ=is_asked)
+        operation = yield from _exchange_counts(rows, packed, found, may_differ=is_asked)
     blocks = Blocks(found, group.size, row_bytes, width, code)
     if blocks.odd >= 0 and operation is not None:
         raise group.differing(operation)
@@ -90,7 +90,7 @@ def tell(rows: Rows) -> Generator[Operation, None, Blocks]:
     return blocks
 
 
-def _trade(
+def _exchange_counts(
     rows: Rows, packed: bytearray, found: bytearray, *, may_differ: bool
 ) -> Generator[Operation, None, Operation]:
     """Send heads and what is behind them; once more, if others take sizes for granted."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ties a worker to its job: control client, engine, links, and the server it may be beside.
 
-Decides which machine the worker says it is on, and whether it can serve. Made in the order doors,
-client, engine, server, links, local group; see Connections.close() for the way back. Threads:
-those of its parts; events come on the client's.
+Decides which machine the worker says it is on, and whether it can serve. Made in the order
+listeners, client, engine, server, links, local group; close() goes the way back. Threads: those of
+its parts; events come on the client's.
 """
 
 from __future__ import annotations
@@ -103,22 +103,22 @@ def say_hello(config: Config, on_event: Callable[[Event], None]) -> ControlClien
 
     on_event: as of Connections, which take the client over. Raises what Connections raise.
     """
-    doors = open_listeners(config, port=0)
+    listeners = open_listeners(config, port=0)
     try:
-        return _connect(config, doors, on_event=on_event, is_newcomer=True)
+        return _connect(config, listeners, on_event=on_event, is_newcomer=True)
     finally:
-        doors.close()  # the connections of its first view open others
+        listeners.close()  # the connections of its first view open others
 
 
 def _connect(
-    config: Config, doors: Listeners, *, on_event: Callable[[Event], None],
+    config: Config, listeners: Listeners, *, on_event: Callable[[Event], None],
     is_newcomer: bool = False,
 ) -> ControlClient:  # fmt: skip
     return ControlClient.connect(
         config,
         role=config.role,
-        data_address=doors.address,
-        unix=doors.unix,
+        data_address=listeners.address,
+        unix=listeners.unix,
         serves=may_serve(config),
         machine=machine_name(config, is_shared=_shares(config)),
         gid=rdma.look_up(config).usable_gid,
@@ -190,18 +190,18 @@ class Connections:
         self._names: dict[int, str] = {}  # of tensors, by id
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         _core.arm_fault(config.fault)
-        self.node: PeerLinks | None = None
+        self.peer_links: PeerLinks | None = None
         self.recorder: Recorder | None = None
         self._status: StatusService | None = None
-        doors = open_listeners(config, port=0)
+        listeners = open_listeners(config, port=0)
         try:
             if client is None:
-                self.client = self._join(doors)
+                self.client = self._join(listeners)
             else:
                 self._device = rdma.look_up(config)
                 self.client, self._last_job = client, client.known_job
                 client.give_events_to(self._take)
-                client.await_view(port=doors.address[1], unix=doors.unix)
+                client.await_view(port=listeners.address[1], unix=listeners.unix)
             self.job = self.client.job
             is_alone = self.job.is_local and self.job.size > 1
             self.owners = () if is_alone else self.job.owners
@@ -221,16 +221,16 @@ class Connections:
             for rank in self._lost:  # before there was an exchange
                 self.exchange.lose(rank)
             with self._interrupt:
-                self._make(doors)
+                self._make(listeners)
                 self._share_memory()
             self._begin_telemetry()
             self.client.barrier("fastps.connected", timeout_s=config.start_timeout_s)
             if self._server is not None:
-                self.node.stop_serving()  # everybody is inside
+                self.peer_links.stop_serving()  # everybody is inside
         except BaseException as error:
             is_start = client is None and hasattr(self, "client")
             cause = self._loss_behind(error) if is_start else None
-            self._undo(doors)
+            self._undo(listeners)
             if is_start:
                 self.client.close()
             if cause is not None:
@@ -247,20 +247,20 @@ class Connections:
 
     # ---- making ----
 
-    def _join(self, doors: Listeners) -> ControlClient:
+    def _join(self, listeners: Listeners) -> ControlClient:
         self._device = rdma.look_up(self._config)
-        return _connect(self._config, doors, on_event=self._take)
+        return _connect(self._config, listeners, on_event=self._take)
 
-    def _make(self, doors: Listeners) -> None:
-        self.node = PeerLinks(
-            self._config, doors.sockets, key_of=self.client.keys.of, device=self._device
+    def _make(self, listeners: Listeners) -> None:
+        self.peer_links = PeerLinks(
+            self._config, listeners.sockets, key_of=self.client.keys.of, device=self._device
         )
-        self.node.join(self.job.members, me=self.job.me, generation=self.job.generation)
+        self.peer_links.join(self.job.members, me=self.job.me, generation=self.job.generation)
         if self.job.me in self.job.owners:
-            self._server = self._make_server(self.node)
-        self.node.link_peers(self.exchange)
-        self.exchange.pin = self.node.hold
-        self.node.start()
+            self._server = self._make_server(self.peer_links)
+        self.peer_links.link_peers(self.exchange)
+        self.exchange.pin = self.peer_links.hold
+        self.peer_links.start()
         self._links = Links(
             self._config,
             self.job,
@@ -299,11 +299,11 @@ class Connections:
         words = f"memory {self.job.generation} {members}"
         return hmac.digest(self.client.keys.memory, words.encode(), "sha256")
 
-    def _make_server(self, node: PeerLinks) -> DataPlane:
+    def _make_server(self, peer_links: PeerLinks) -> DataPlane:
         # imported here: a worker that only sends needs neither the kernels nor the store
         from fastps.server.dataplane import DataPlane  # noqa: PLC0415
 
-        server = DataPlane(self._config, self.client, peer_links=node)
+        server = DataPlane(self._config, self.client, peer_links=peer_links)
         server.start()
         log.info("worker %d is %s too", self.job.me, self.job.owner_name(self.job.me))
         return server
@@ -337,7 +337,7 @@ class Connections:
 
     def _traffic(self) -> Iterator[Traffic]:
         """Yield each link of this process, those of the server in it too."""
-        for part in (self._links, self.node, self._group, self._server):
+        for part in (self._links, self.peer_links, self._group, self._server):
             if part is not None:
                 yield from part.traffic()
 
@@ -415,7 +415,7 @@ class Connections:
 
         Raises ViewChangedError when an elastic job loses a member meanwhile.
         """
-        assert self.node is not None
+        assert self.peer_links is not None
         for member in members:
             if self.exchange.is_linked(member):
                 continue
@@ -425,10 +425,10 @@ class Connections:
                 self._try_to_reach(member)
 
     def _reach_one(self, member: int) -> None:
-        assert self.node is not None
+        assert self.peer_links is not None
         try:
             with self._interrupt:
-                self.node.reach(member)
+                self.peer_links.reach(member)
         except TransportError as error:
             if not self._config.is_elastic:
                 raise
@@ -441,9 +441,9 @@ class Connections:
 
     def _try_to_reach(self, member: int) -> None:
         """Make a link, or go on without the member: an operation has its number on all sides."""
-        assert self.node is not None
+        assert self.peer_links is not None
         try:
-            self.node.reach(member)
+            self.peer_links.reach(member)
         except TransportError as error:
             log.warning("worker %d cannot be reached: %s", member, error)
             self.exchange.lose(member)
@@ -503,7 +503,7 @@ class Connections:
 
     def _damage_from(self, member: int) -> str:
         """Return what arrived damaged from a member; empty if nothing did."""
-        for links in (self._links, self.node):
+        for links in (self._links, self.peer_links):
             damage = None if links is None else links.damage_of(member)
             if damage is not None:
                 return damage_text(damage, self._names.get)
@@ -514,8 +514,8 @@ class Connections:
         if self._config.goes_on and not self._is_leaving:
             self._look_at_missed(now)
         if self._links is not None:
-            node = [] if self.node is None else self.node.unacknowledged()
-            self._progress.look([*self._links.unacknowledged(), *node], now)
+            peer_links = [] if self.peer_links is None else self.peer_links.unacknowledged()
+            self._progress.look([*self._links.unacknowledged(), *peer_links], now)
         if self._server is not None:
             self._server.look_at_links()
 
@@ -551,7 +551,7 @@ class Connections:
         counts.update(self.engine.statistics())
         counts.update(self.exchange.statistics())
         counts.update(self._codec.statistics())
-        for links in (self._links, self.node):
+        for links in (self._links, self.peer_links):
             if links is not None:
                 counts.update(links.statistics())
         counts["bytes_over_links"] = counts["bytes_sent"]
@@ -593,14 +593,14 @@ class Connections:
             self._lost.append(lost.rank)
             if hasattr(self, "exchange"):
                 self.exchange.lose(lost.rank)
-            if self.node is not None:
-                self.node.lose(lost.rank)
+            if self.peer_links is not None:
+                self.peer_links.lose(lost.rank)
 
     def _fail(self, status: int) -> None:
         """End everything in flight; news may come before we are whole."""
         self._interrupt.set()
-        if self.node is not None:
-            self.node.fail()
+        if self.peer_links is not None:
+            self.peer_links.fail()
         if hasattr(self, "exchange"):
             self.engine.fail(status)
             self.exchange.fail(status)
@@ -629,8 +629,8 @@ class Connections:
             log.warning("left the job without the scheduler's answer: %s", error)
         if self._server is not None:
             self._server.leave()
-        if self.node is not None:
-            self.node.leave()
+        if self.peer_links is not None:
+            self.peer_links.leave()
         self.engine.wait_closed(timeout_s=timeout_s)
         self._close_links(timeout_s)
         self._on_event = _ignore  # so that the session, if nobody else holds it, goes at once
@@ -658,8 +658,8 @@ class Connections:
             log.warning("the threads of the codec did not end within %g s", timeout_s)
         if self._server is not None:
             self._server.close()
-        if self.node is not None:
-            self.node.close()
+        if self.peer_links is not None:
+            self.peer_links.close()
         if self._group is not None:
             self._group.close(timeout_s=timeout_s)
             self._group = None
@@ -668,14 +668,14 @@ class Connections:
         if hasattr(self, "exchange"):
             self.exchange.dismiss()
 
-    def _undo(self, doors: Listeners) -> None:
+    def _undo(self, listeners: Listeners) -> None:
         """Free what was made of something that did not become whole."""
         with contextlib.suppress(FastPSError):
             self._close_links(self._config.shutdown_timeout_s)
-        doors.close()
+        listeners.close()
 
     def abandon(self) -> None:
         """Close the links' descriptors in a forked child, so that our death stays visible."""
-        for item in (self._links, self._server, self.node, self.recorder, self._status):
+        for item in (self._links, self._server, self.peer_links, self.recorder, self._status):
             if item is not None:
                 item.abandon()

@@ -64,7 +64,7 @@ class Differences:
             self._gone.add(rank)
             self._news.notify_all()
 
-    def hear(self, event: Told) -> bool:
+    def on_message(self, event: Told) -> bool:
         """Take what another worker started, and answer; on the control thread."""
         kind, *told = decode_object(event.data)
         if kind != _MEANT:

@@ -3,7 +3,7 @@
 
 Each worker tells rank 0 what its weights amount to after a step that nobody helped with, once;
 rank 0 compares when all have told. Nothing waits for it, and nothing but a warning follows.
-Threads: tell() runs on any, hear() on the control thread.
+Threads: tell() runs on any, on_message() on the control thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Drift:
         """Tell rank 0 what the weights amount to. what: which weights, and after which step."""
         self._session.tell([0], encode_object((_STEPPED, what, list(prints))))
 
-    def hear(self, event: Told) -> bool:
+    def on_message(self, event: Told) -> bool:
         """Take what another worker tells, if it is for us; warn when all have told."""
         kind, *told = decode_object(event.data)
         if kind != _STEPPED:

@@ -156,12 +156,12 @@ class Groups:
         if self._session.config.is_elastic:
             self._session.barrier(timeout_s=timeout_s)
             return
-        flight, self._late_barrier = self._late_barrier or self.start_barrier(timeout_s), None
+        barrier, self._late_barrier = self._late_barrier or self.start_barrier(timeout_s), None
         try:
-            flight.wait(timeout_s)
+            barrier.wait(timeout_s)
         except (StallError, ValueError, KeyboardInterrupt):
-            if isinstance(flight, Handle):
-                self._late_barrier = flight
+            if isinstance(barrier, Handle):
+                self._late_barrier = barrier
             raise
 
     def broadcast_to_those_left(

@@ -8,7 +8,7 @@ is neutral; averages are then multiplied by n / k, where k took part, unless the
 join_average has them divided by all. Until somebody calls join() nothing is sent or counted. A
 round ends when all have joined; then all have started the same.
 
-Threads: hear() and end() run on the control thread, the rest on users'; `_news` guards all.
+Threads: on_message() and end() run on the control thread, the rest on users'; `_news` guards all.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class JoinState:
 
     # ---- of those at work ----
 
-    def hear(self, event: Told) -> None:
+    def on_message(self, event: Told) -> None:
         """Take what a worker tells; on the control thread."""
         number, kind, told = decode_object(event.data)
         with self._news:
@@ -272,17 +272,17 @@ class JoinState:
             past = [tuple(_of_group(one)) for one in list(self.past)]
             news = encode_object((self._number, _JOINED, (self.counts(), past)))
             self._session.tell(range(size), news, has_joined=True)
-        flights: dict[Place, Handle[Any]] = {}
+        handles: dict[Place, Handle[Any]] = {}
         while True:
             wanted = self._wait_wanted(current, timeout_s)
             if not wanted:
                 break
             for one in wanted:
-                if one.place in flights:  # one at a time of each
-                    flights[one.place].wait(timeout_s)
-                self._take_part(one, flights, timeout_s)
-        for flight in flights.values():
-            flight.wait(timeout_s)
+                if one.place in handles:  # one at a time of each
+                    handles[one.place].wait(timeout_s)
+                self._participate(one, handles, timeout_s)
+        for handle in handles.values():
+            handle.wait(timeout_s)
         self._close(current)
         return list(current.joins)[-1]
 
@@ -365,18 +365,18 @@ class JoinState:
         is_ours = kind == "broadcast" and one.members[sizes[1]] == me
         return is_ours or kind not in _GO_ON
 
-    def _take_part(
-        self, one: Started, flights: dict[Place, Handle[Any]], timeout_s: float
+    def _participate(
+        self, one: Started, handles: dict[Place, Handle[Any]], timeout_s: float
     ) -> None:
         """Start what others have; what has to fail fails on all of them, and is no error here."""
         start = self._start_tensor if isinstance(one.place, str) else self._start_in_group
         is_refused = self._is_refused(one)
-        flight = start(one, is_refused=is_refused)
+        handle = start(one, is_refused=is_refused)
         if not is_refused:
-            flights[one.place] = flight
+            handles[one.place] = handle
             return
         with contextlib.suppress(FastPSError):
-            flight.wait(timeout_s)
+            handle.wait(timeout_s)
 
     def _start_tensor(self, one: Started, *, is_refused: bool) -> Handle[Any]:
         declared, operation = one.what

@@ -141,7 +141,7 @@ class RouteChecker:
         """Return what counts anew: rounds of join(), and names that were forgotten."""
         return self._join_state.round, self._session.n_forgotten
 
-    def hear(self, event: Told) -> bool:
+    def on_message(self, event: Told) -> bool:
         """Take what another worker tells, if it is for us."""
         kind, *told = decode_object(event.data)
         if kind == _BEGUN:

@@ -471,7 +471,7 @@ class Session(ForgetMixin):
         compression: Choice = None,
         learning_rate: float | None = None,
         rule: RuleChoice = None,
-        gives: bool = True,
+        contributes: bool = True,
     ) -> OperationHandle:
         """Start to sum tensor over all workers; a sequence of tensors travels as one submit.
 
@@ -479,13 +479,13 @@ class Session(ForgetMixin):
         makes new ones, tensor itself works in place). name: the same on all workers, one
         operation in flight each. priority: larger leaves first. dtype: BFLOAT16 with uint16
         arrays. NaN and infinities pass through. compression, learning_rate, rule: of push_pull().
-        gives: False leaves this worker out of a round under a rule, zeros if nobody gives. Does
-        not block, except to declare new names. Raises ValueError, TypeError, MismatchError,
-        PeerLostError, DuplicateNameError.
+        contributes: False leaves this worker out of a round under a rule; the result is zeros if
+        no worker contributes. Does not block, except to declare new names. Raises ValueError,
+        TypeError, MismatchError, PeerLostError, DuplicateNameError.
         """
         known = None
         is_plain = compression is None and learning_rate is None and rule is None
-        if dtype is None and is_plain and gives:
+        if dtype is None and is_plain and contributes:
             known = self._start_known(tensor, name, average, priority, out)
         if known is not None:
             assert isinstance(tensor, np.ndarray)
@@ -502,23 +502,27 @@ class Session(ForgetMixin):
         found = rules.rule_of(rule)
         for label in () if average else names:
             rules.check_sum(label, found or self._rule_of(label))
-        if self._client is None and not gives:
+        if self._client is None and not contributes:
             arrays = [np.zeros_like(array) for array in arrays]
         if not is_plain:
             self._agree(names, arrays, dtype, compression, learning_rate, rule)
         if self._client is None:
-            flights = self._start_alone(names, arrays, dtype)
+            tickets = self._start_alone(names, arrays, dtype)
             self._alone.finish(names, arrays, outputs)
-            return self._handle(flights, outputs, SUM, is_single=is_single)
+            return self._handle(tickets, outputs, SUM, is_single=is_single)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
-        if is_single and gives:
+        if is_single and contributes:
             ticket = self._submit(
                 names, self._engine.start, tensors[0], arrays[0], outputs[0], average=average,
                 priority=priorities[0],
             )  # fmt: skip
             return self._handle([ticket], outputs, _reduction(average), is_single=True)
-        how: dict[str, Any] = {"average": average, "contributes": gives, "priorities": priorities}
+        how: dict[str, Any] = {
+            "average": average,
+            "contributes": contributes,
+            "priorities": priorities,
+        }
         tickets = self._submit(names, self._engine.start_many, tensors, arrays, outputs, **how)
         return self._handle(tickets, outputs, _reduction(average), is_single=is_single)
 
@@ -533,8 +537,8 @@ class Session(ForgetMixin):
         for label, array in zip(names, arrays, strict=True):
             check_arrays(label, array, array, dtype, average=False)
         if self._client is None:
-            flights = self._start_alone(names, arrays, dtype)
-            return self._handle(flights, arrays, SUM, is_single=is_single)
+            tickets = self._start_alone(names, arrays, dtype)
+            return self._handle(tickets, arrays, SUM, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
         tickets = self._submit(
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,
@@ -828,8 +832,8 @@ class Session(ForgetMixin):
             self.poison(event)
         elif isinstance(event, Told):
             heard = (self.routes, self.differences, self.drift)
-            if not any(one.hear(event) for one in heard):
-                self.join_state.hear(event)
+            if not any(one.on_message(event) for one in heard):
+                self.join_state.on_message(event)
         elif isinstance(event, Locate):
             self.stalls.answer(event)
         elif isinstance(event, PeerLost):

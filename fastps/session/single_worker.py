@@ -47,7 +47,7 @@ class Tensors:
 
     def __init__(self) -> None:
         self.layouts: dict[str, Layout] = {}
-        self._flights: weakref.WeakValueDictionary[str, SingleTicket] = (
+        self._tickets: weakref.WeakValueDictionary[str, SingleTicket] = (
             weakref.WeakValueDictionary()
         )
 
@@ -64,14 +64,14 @@ class Tensors:
     def begin(self, names: Sequence[str]) -> list[SingleTicket]:
         """Start an operation on each; DuplicateNameError where one is in flight."""
         for name in names:
-            before = self._flights.get(name)
+            before = self._tickets.get(name)
             if before is not None and before.is_aloft:
                 raise DuplicateNameError(
                     f"tensor {name!r} is already in flight; wait for its handle first, or use "
                     "another name"
                 )
         begun = [SingleTicket(name) for name in names]
-        self._flights.update(zip(names, begun, strict=True))
+        self._tickets.update(zip(names, begun, strict=True))
         return begun
 
     def finish(

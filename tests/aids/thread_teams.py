@@ -54,8 +54,8 @@ def save_by(
         team = ThreadTeam(board, rank)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(saving, "Team", lambda _, team=team: team)
-            wish = saving.Wish(folder, step, keep)
-            savers.append(saving._Saver(wish, state, own and own[rank], kinds))
+            request = saving.SaveRequest(folder, step, keep)
+            savers.append(saving._Saver(request, state, own and own[rank], kinds))
     for saver in savers:
         saver.start()
     for saver in savers:

@@ -219,10 +219,10 @@ def skips(rank: int, size: int) -> None:
         some = [one for worker, one in enumerate(given) if worker not in away]
         out = [np.full(3000, 7, np.float32) for _ in range(2)]
         session.push_pull_async(
-            [given[rank]] * 2, ["skipped", "skipped too"], out=out, gives=rank not in away
+            [given[rank]] * 2, ["skipped", "skipped too"], out=out, contributes=rank not in away
         ).wait()
         for found, rule, near in zip(out, ("average", "median"), (1e-6, 0.05), strict=True):
             wanted = bz.combine(rule, some) if some else np.zeros(3000)
             np.testing.assert_allclose(found, wanted, atol=near, err_msg=f"{rule} {away}")
     with pytest.raises(ValueError, match="is a sum, to which"):
-        session.push_pull_async(out[0], "plain", gives=False)
+        session.push_pull_async(out[0], "plain", contributes=False)

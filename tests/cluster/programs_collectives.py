@@ -373,7 +373,7 @@ def ring(rounds: int = 20) -> list[int]:
         assert (left[0], right[-1]) == (before, after)
     lines = Path("/proc/self/status").read_text("ascii").splitlines()
     found = dict(line.split(":", 1) for line in lines)
-    linked = current.current().connections.node.statistics().get("links", 0)
+    linked = current.current().connections.peer_links.statistics().get("links", 0)
     links = int(linked + fastps.statistics().get("pipes", 0))
     fastps.barrier()
     fastps.shutdown()

@@ -74,13 +74,14 @@ def test_a_start_that_fails_names_the_loss_behind_it(monkeypatch, error, is_aske
 def test_who_is_lost_is_lost_for_an_exchange_that_is_there_or_is_made_later():
     heard, gone, cut = list[Any](), list[int](), list[int]()
     one: Any = object.__new__(Connections)
-    one._lost, one.node, one._on_event = [], None, heard.append
+    one._lost, one.peer_links, one._on_event = [], None, heard.append
     one._told_loss, one._is_told = None, threading.Event()
     one.client = SimpleNamespace(job=SimpleNamespace(me=0))
     early, late = (PeerLost("worker", rank, "node", 7, "died", goes_on=True) for rank in (2, 1))
     one._take(early)
     assert one._lost == [2]
-    one.exchange, one.node = SimpleNamespace(lose=gone.append), SimpleNamespace(lose=cut.append)
+    one.exchange = SimpleNamespace(lose=gone.append)
+    one.peer_links = SimpleNamespace(lose=cut.append)
     one._take(late)
     assert one._lost == [2, 1]
     assert gone == cut == [1]

@@ -37,7 +37,7 @@ class Worker:
     def tell(self, ranks: list[int], data: bytes) -> None:
         self.told.append(tuple(ranks))
         for rank in ranks:
-            assert self._workers[rank].differences.hear(Told(self.rank, data))
+            assert self._workers[rank].differences.on_message(Told(self.rank, data))
 
     def explain(self, number: int) -> str:
         return self.differences.explain(GROUP, "x", 7, number)
@@ -76,7 +76,7 @@ def test_who_has_not_come_to_it_is_waited_for_a_while(monkeypatch):
 def test_who_is_gone_is_not_waited_for_and_not_blamed():
     workers = made("allreduce of 3", "", "")
     differences = workers[0].differences
-    differences.hear(Told(1, encode_object(("meant", 7, 1, "allgather of 3"))))
+    differences.on_message(Told(1, encode_object(("meant", 7, 1, "allgather of 3"))))
     losing = threading.Thread(target=lambda: [differences.lose(rank) for rank in (1, 2)])
     losing.start()
     since = time.monotonic()
@@ -93,4 +93,4 @@ def test_only_the_last_operations_are_kept():
             worker.begun[7, number] = f"{number} of {worker.rank}"
         assert f"worker 1 started {number} of 1" in workers[0].explain(number)
     assert len(workers[0].differences._started) == MANY
-    assert not workers[0].differences.hear(Told(1, differences.encode_object(("other",))))
+    assert not workers[0].differences.on_message(Told(1, differences.encode_object(("other",))))

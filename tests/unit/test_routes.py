@@ -83,7 +83,7 @@ class Workers(list[Worker]):
         while self._line:
             ranks, told = self._line.popleft()
             for rank in ranks:
-                assert rank in deaf or self[rank].routes.hear(told)
+                assert rank in deaf or self[rank].routes.on_message(told)
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(range(SIZE), 2)))
@@ -162,8 +162,8 @@ def test_one_worker_makes_no_other_remember_names_without_a_bound(monkeypatch):
     worker = Worker(0, deque())
     for number in range(50):
         differ = (routes._DIFFER, f"n{number}", {})
-        assert worker.routes.hear(Told(1, routes.encode_object(differ)))
+        assert worker.routes.on_message(Told(1, routes.encode_object(differ)))
         begun = (routes._BEGUN, worker.routes._age(), {f"m{number}": {"own": 1}})
-        assert worker.routes.hear(Told(1, routes.encode_object(begun)))
+        assert worker.routes.on_message(Told(1, routes.encode_object(begun)))
     assert len(worker.routes._sides) == 8
     assert len(worker.routes._passed) == 9

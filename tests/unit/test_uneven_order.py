@@ -41,7 +41,7 @@ def operation(number: int) -> Started:
 
 
 def hear(uneven: JoinState, rank: int, *words: object) -> None:
-    uneven.hear(Told(rank, encode_object((0, *words))))
+    uneven.on_message(Told(rank, encode_object((0, *words))))
 
 
 def wanted(uneven: JoinState) -> list[int]:
@@ -95,7 +95,7 @@ def test_one_worker_makes_no_others_remember_without_a_bound(monkeypatch) -> Non
     session = Session()
     uneven = JoinState(session, session)  # type: ignore[arg-type]
     for number in range(-100, 100):
-        uneven.hear(Told(0, encode_object((number, "started", tuple(operation(1))))))
+        uneven.on_message(Told(0, encode_object((number, "started", tuple(operation(1))))))
     assert sorted(uneven._rounds) == [-1, 0, 1]
     for number in range(100):
         hear(uneven, 0, "started", tuple(operation(number)))
