@@ -19,7 +19,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -114,7 +114,7 @@ class BackwardExchange(GradientExchange):
 
     @opaque
     def _on_single_gradient(self, index: int) -> None:
-        self.on_gradient(index)
+        self.on_hook(index)
 
     @property
     def _hook_function(self) -> Callable[..., None]:
@@ -122,7 +122,8 @@ class BackwardExchange(GradientExchange):
 
     @opaque
     def _on_output(self, gradient: torch.Tensor) -> None:
-        self._begin()
+        with self._turn or nullcontext():
+            self._begin()
 
     def _begin(self) -> None:
         if not self._is_begun:
@@ -168,7 +169,7 @@ def _arrive(exchange: weakref.ref[BackwardExchange], index: int, _: torch.Tensor
     """Pass a gradient on to its exchange; apart from arrive(), which Dynamo may compile."""
     alive = exchange()
     if alive is not None:
-        alive.on_gradient(index)
+        alive.on_hook(index)
 
 
 class _ModuleSnapshot:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -143,6 +143,8 @@ class GradientExchange:
         self._is_released = False
         # how often newcomers had joined when weights were compared, and when sparse gradients were
         self._compared = self._asked = -1
+        # held by hooks if parameters are on several devices; torch.compile cannot trace a lock
+        self._turn: threading.RLock | None = None
         self._memory: Memory = {}
         self._momenta: dict[int, torch.Tensor] = {}  # of weights that decay, by their ids
         self._sums = None if self._average else EarlierSums(self._parameters)
@@ -153,7 +155,8 @@ class GradientExchange:
         """Exchange the gradients of more parameters; declares them in one call."""
         for parameter, name in zip(parameters, names, strict=True):
             check_tensor(real_of(parameter), name)
-        self._use_turns({one.device for one in (*self._parameters, *parameters)})
+        if len({one.device for one in (*self._parameters, *parameters)}) > 1:
+            self._turn = self._turn or threading.RLock()
         full = [self._prefix + name for name in names]
         check_alike(
             self._describe(parameters, full), f"{self._prefix}parameters", self._process_set
@@ -172,13 +175,6 @@ class GradientExchange:
         self.round.extend(names, plan)
         self._knows_sparse = self._sparse_as_dense
         self._hook_trainable()
-
-    def _use_turns(self, devices: Collection[torch.device]) -> None:
-        """Let hooks run by turns if parameters are on several devices."""
-        kind = type(self)
-        if len(devices) > 1 and not issubclass(kind, _ByTurns):
-            self.__class__ = type(f"{kind.__name__}ByTurns", (_ByTurns, kind), {})
-            self._turn = threading.RLock()
 
     @property
     def _hook_function(self) -> Callable[..., None]:
@@ -312,6 +308,14 @@ class GradientExchange:
             for parameter in bucket.parameters if self.needs_rows else ():
                 if parameter.grad is not None:
                     parameter.grad = rows_of(parameter)
+
+    def on_hook(self, index: int) -> None:
+        """Pass a gradient on, by turns if parameters are on several devices."""
+        if self._turn is None:
+            self.on_gradient(index)
+        else:
+            with self._turn:
+                self.on_gradient(index)
 
     def on_gradient(self, index: int) -> None:
         """Count one backward pass; start the bucket after the last one of its last gradient."""
@@ -624,25 +628,11 @@ class GradientExchange:
         )
 
 
-class _ByTurns:
-    """What parameters on several devices need; comes before the class of the exchange."""
-
-    _turn: Any  # a lock, held by a thread of autograd
-
-    def on_gradient(self, index: int) -> None:
-        with self._turn:
-            super().on_gradient(index)  # type: ignore[misc]
-
-    def _begin(self) -> None:
-        with self._turn:
-            super()._begin()  # type: ignore[misc]
-
-
 def arrive(exchange: weakref.ref[GradientExchange], index: int, _: torch.Tensor) -> None:
     """Pass a gradient on to its exchange; the hook of a parameter."""
     alive = exchange()
     if alive is not None:
-        alive.on_gradient(index)
+        alive.on_hook(index)
 
 
 def _exchange_of(hook: object) -> GradientExchange | None:
