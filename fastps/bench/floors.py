@@ -240,7 +240,7 @@ def _dial(config: Config, host: str, port: int, unix: str, token: str) -> socket
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         else:
             sock = sockets.connect(
-                host, port, deadline=deadline, user_timeout_s=config.tcp_user_timeout_s,
+                host, port, deadline=deadline, silence_s=config.tcp_user_timeout_s,
                 prepare=lambda sock, address: tcp.prefer_same_host(sock, address, config),
             )  # fmt: skip
         sockets.write_all(sock, token.encode(), deadline=deadline)

@@ -158,9 +158,7 @@ def _dial_once(
 def _connect(config: Config, deadline: float) -> socket.socket:
     host, port = config.scheduler_host, config.scheduler_port
     try:
-        return sockets.connect(
-            host, port, deadline=deadline, user_timeout_s=config.tcp_user_timeout_s
-        )
+        return sockets.connect(host, port, deadline=deadline, silence_s=config.tcp_user_timeout_s)
     except OSError as error:
         if error.errno != errno.ENETUNREACH:
             raise

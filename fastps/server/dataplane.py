@@ -109,7 +109,10 @@ class DataPlane:
             config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
         )
         self.store = self._make_store(self._job)
-        self._transport = TcpTransport(io_threads=config.io_threads, spin_us=config.spin_us)
+        self._transport = TcpTransport(
+            io_threads=config.io_threads, spin_us=config.spin_us,
+            silence_s=config.tcp_user_timeout_s,
+        )  # fmt: skip
         self._progress = Progress()
         self._peer_links = peer_links
         peer_links.serve(self._admit)

@@ -97,8 +97,9 @@ class Links:
     def _link_by_socket(self, owner: int, lane: int) -> None:
         if self._tcp is None:
             self._tcp = TcpTransport(
-                io_threads=self._config.io_threads, spin_us=self._config.spin_us
-            )
+                io_threads=self._config.io_threads, spin_us=self._config.spin_us,
+                silence_s=self._config.tcp_user_timeout_s,
+            )  # fmt: skip
         member = self._job.members[owner]
         is_near = self._config.unix_sockets and member.host_id == self._host_id
         self._sockets.add("Unix sockets" if is_near and member.unix else "TCP")

@@ -35,6 +35,7 @@ cdef enum:
     EAGER_NS = 100000           # how long an owner is asked again without a pause
     TIMER_MS = 20               # how often deadlines are looked at, when there are any
     MAX_EVENTS = 64
+    NS_PER_MS = 1000000
 
 cdef int64_t WAITING_NS = 30000000000   # how long a frame may wait for its owner
 
@@ -436,9 +437,21 @@ cdef void serve_timers(IoThread* io) noexcept nogil:
         link = link.next        # also of one that ended just now: it is freed later
 
 
+cdef void look_at_links(IoThread* io) noexcept nogil:
+    cdef BaseLink* link = io.links
+    cdef int64_t now = now_ns()
+    if now - io.looked_at < io.look_ns:
+        return
+    io.looked_at = now
+    while link != NULL:
+        if not link.is_over:
+            settle(link, io.ops.look(link, now))
+        link = link.next        # also of one that ended just now: it is freed later
+
+
 cdef int wait_events(IoThread* io, epoll_event* events, int64_t spin_until) noexcept nogil:
     """Poll with sched_yield until spin_until, then sleep until something happens."""
-    cdef int timeout = -1
+    cdef int timeout = <int>(io.look_ns // NS_PER_MS) if io.look_ns else -1
     cdef int count = 0
     if fps_load32(&io.is_watching):
         count = epoll_wait(io.epoll_fd, events, MAX_EVENTS, 0)
@@ -473,6 +486,8 @@ cdef void io_main(void* arg) noexcept nogil:
         serve_kicked(io)
         if fps_load32(&io.has_starved) or io.has_deadlines:
             serve_timers(io)
+        if io.look_ns:
+            look_at_links(io)
         if count > 0 and io.moved < BULK_BYTES:
             spin_until = now_ns() + io.spin_ns
         io.moved = 0

@@ -170,6 +170,8 @@ cdef struct LinkOps:
     void (*event)(IoThread* io, uint64_t what, uint32_t events) noexcept nogil
     int (*expired)(BaseLink* link) noexcept nogil       # the deadline has passed; OK: go on
     double (*pace)(BaseLink* link) noexcept nogil       # nanoseconds that a byte takes; 0: unknown
+    # See whether the peer still answers, each look_ns; negative: the link has to end.
+    int (*look)(BaseLink* link, int64_t now) noexcept nogil
 
 # Measures how much credit a link needs: the bytes that it moves while one chunk comes back as a
 # result, and some more. Written by the thread that returns credit, one at a time.
@@ -214,6 +216,8 @@ cdef struct IoThread:
     int32_t is_asleep           # atomic: in a blocking epoll_wait
     int32_t has_starved         # atomic: some link may have to borrow, or to ask its owner again
     bint has_deadlines
+    int64_t look_ns             # between two looks at all links; 0: there are none
+    int64_t looked_at
     int32_t is_watching         # atomic: epoll watches more than wake_fd; set before that
     uint64_t moved              # bytes read in this turn
     int64_t spin_ns

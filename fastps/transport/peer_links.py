@@ -437,8 +437,9 @@ class PeerLinks:
     def _sockets(self) -> TcpTransport:
         if self._tcp is None:
             self._tcp = TcpTransport(
-                io_threads=self._config.io_threads, spin_us=self._config.spin_us
-            )
+                io_threads=self._config.io_threads, spin_us=self._config.spin_us,
+                silence_s=self._config.tcp_user_timeout_s,
+            )  # fmt: skip
         return self._tcp
 
     def _device_transport(self) -> RdmaTransport | None:

@@ -32,8 +32,9 @@ DISCARD_PORT = 9
 BACKLOG = 1024  # a large job joins at once
 RETRY_FIRST_S, RETRY_LAST_S = 0.01, 0.5
 LOOKUP_S = 10.0  # for a name of this machine, or one that was looked up just before
-KEEPALIVE_IDLE_S = 10  # then probes; TCP_USER_TIMEOUT decides when to give up
+KEEPALIVE_IDLE_S = 10  # then probes
 KEEPALIVE_INTERVAL_S = 5
+MAX_KEEPALIVE_TRIES = 127  # tcp(7)
 UNIX_PREFIX = "fastps-"
 _LOOPBACK = "127.0.0.1"
 _STAND_IN = "fastps-loopback-"  # and the port
@@ -102,14 +103,20 @@ def is_interrupted() -> bool:
     return current is not None and current.is_set
 
 
-def tune(sock: socket.socket, user_timeout_s: float) -> None:
-    """Set the options of every TCP connection: no delay, keepalive, a user timeout."""
+def tune(sock: socket.socket, silence_s: float) -> None:
+    """Set the options of every TCP connection: no delay, and probes while it is idle.
+
+    silence_s: how long an idle connection may get no answer to probes. Leases and the looks of
+    data links end those that send: see tcp_look() for why no TCP_USER_TIMEOUT does.
+    """
+    idle_s = min(max(int(silence_s / 3), 1), KEEPALIVE_IDLE_S)
+    interval_s = min(max(int(silence_s / 6), 1), KEEPALIVE_INTERVAL_S)
+    tries = max(math.ceil((silence_s - idle_s) / interval_s), 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-    timeout_ms = int(user_timeout_s * 1000)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, min(tries, MAX_KEEPALIVE_TRIES))
 
 
 def watch_closely(descriptor: int, timeout_s: float) -> None:
@@ -358,7 +365,7 @@ def connect(
     port: int,
     *,
     deadline: float,
-    user_timeout_s: float,
+    silence_s: float,
     prepare: Callable[[socket.socket, str], object] | None = None,
 ) -> socket.socket:
     """Connect to the first address of a host that answers before the deadline.
@@ -379,7 +386,7 @@ def connect(
             with waiting_on(sock):
                 sock.connect(address)
             _refuse_self(sock)
-            tune(sock, user_timeout_s)
+            tune(sock, silence_s)
         except OSError as error:
             failure = error
             sock.close()

@@ -7,6 +7,6 @@ with the GIL, links and helpers complete without it.
 Read _stage.pxd (what a stage promises), _engine.pyx, _remote.pxi (links), _plan.pyx (tensors and
 the other stages), handle.py (what callers wait for). Ranks of one machine: _local_ring.pxi (the
 theory), _local_start.pxi, _local_work.pxi (one step of work, pipes too), _local_threads.pxi
-(threads that do steps), _local_stages.pxi (memory, declaring); local.py brings the ranks together, and
+(threads that do steps), _local_stages.pxi (memory, declaring); local.py brings the ranks together.
 _board.pyx commits results of elastic jobs among them.
 """

@@ -184,7 +184,7 @@ class TestWork:
             sock = workers[0].client._sock
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30000
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
             assert not os.get_inheritable(sock.fileno())
 
     def test_idle_job_uses_no_cpu(self) -> None:

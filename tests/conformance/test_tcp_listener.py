@@ -186,9 +186,21 @@ def test_options_of_both_ends_are_set(opened):
         for sock in (near, far):
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-            timeout_ms = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            assert timeout_ms == door.config.tcp_user_timeout_s * 1000
+            assert ends_after(sock) == door.config.tcp_user_timeout_s
             assert congestion_of(sock) == best_congestion(door.config)
+
+
+def ends_after(sock: socket.socket) -> int:
+    """Return the seconds after which an idle connection ends that gets no answer to its probes.
+
+    TCP_USER_TIMEOUT is off, for it ends connections that work: see tcp_look().
+    """
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    idle_s, interval_s, tries = (
+        sock.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    return idle_s + interval_s * tries
 
 
 def congestion_of(sock: socket.socket) -> str:

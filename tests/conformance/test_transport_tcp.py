@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import struct
 import time
@@ -13,6 +14,7 @@ from transport_nets import (
     IN_ORDER,
     KICK_FULL,
     KICK_NONE,
+    LINK_TIMEOUT,
     OPEN,
     PEER_LOST,
     PROTOCOL,
@@ -30,14 +32,15 @@ from fastps.errors import StallError
 from fastps.transport.tcp._transport import TcpTransport
 
 SHORT_S = 0.1
+SO_ATTACH_FILTER, BPF_RETURN = 26, 0x06  # asm-generic/socket.h, linux/bpf_common.h
 BUFFER_BYTES = 16384  # of the kernel, each way: a link blocks soon
 
 
 class RawPeer:
     """A mailbox behind the transport, and a plain socket that plays its peer."""
 
-    def __init__(self, *, max_frame: int = 1 << 20) -> None:
-        self.transport = TcpTransport()
+    def __init__(self, *, max_frame: int = 1 << 20, silence_s: float = 0.0) -> None:
+        self.transport = TcpTransport(silence_s=silence_s)
         self.box = Mailbox(max_frame=max_frame)
         near, self.sock = tcp_pair(buffer_bytes=BUFFER_BYTES)
         self.sock.settimeout(TIMEOUT_S)
@@ -316,3 +319,29 @@ def test_adopting_after_close_closes_the_descriptor():
             transport.adopt(near.detach(), Mailbox(), peer=0)
         far.settimeout(TIMEOUT_S)
         assert far.recv(1) == b""
+
+
+def test_a_peer_that_reads_nothing_keeps_its_link_and_is_read_later():
+    """The kernel's TCP_USER_TIMEOUT would end it: a peer without room answers, so it is alive."""
+    peer = RawPeer(silence_s=0.4)
+    payload = payload_of(1 << 20)
+    peer.box.post(0, payload)
+    time.sleep(2.0)
+    assert peer.box.ended(0) == OPEN
+    _, read = peer.read_frame()
+    assert read == payload
+    assert peer.box.ended(0) == OPEN
+    peer.close()
+
+
+def test_what_a_peer_never_acknowledges_ends_its_link():
+    """A filter that drops all packets stands for a machine that has no power any more."""
+    peer = RawPeer(silence_s=0.4)
+    drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", BPF_RETURN, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
+    peer.sock.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+    began = time.monotonic()
+    peer.box.post(0, payload_of(8192))
+    assert peer.box.wait_ended(0, timeout_s=TIMEOUT_S) == LINK_TIMEOUT
+    assert 0.4 <= time.monotonic() - began < TIMEOUT_S
+    peer.close()

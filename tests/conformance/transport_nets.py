@@ -16,7 +16,7 @@ from fastps.transport._link import InprocTransport, LinkOwner
 from fastps.transport.tcp._transport import TcpTransport
 
 TIMEOUT_S = 60.0  # nothing here takes a second; a loaded machine may need some
-OPEN, IN_ORDER, PEER_LOST, PROTOCOL = 1, -2, -3, -4
+OPEN, IN_ORDER, PEER_LOST, PROTOCOL, LINK_TIMEOUT = 1, -2, -3, -4, -8
 KICK_NONE, KICK_WAKE, KICK_INLINE, KICK_FULL = 0, 1, 2, 3
 INPROC = ["inproc", "reference"]
 FAMILIES = {"tcp4": (socket.AF_INET, "127.0.0.1"), "tcp6": (socket.AF_INET6, "::1")}

@@ -150,7 +150,7 @@ def _connect(
         return sockets.connect(
             *address,
             deadline=deadline,
-            user_timeout_s=config.tcp_user_timeout_s,
+            silence_s=config.tcp_user_timeout_s,
             prepare=lambda sock, host: prefer_same_host(sock, host, config),
         )
     except TimeoutError as error:

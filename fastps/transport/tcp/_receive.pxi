@@ -163,7 +163,7 @@ cdef int read_link(TcpLink* link) noexcept nogil:
         if count < 0 and errno == EAGAIN:
             return OK
         if count <= 0:
-            return end_status(&link.base, errno if count < 0 else 0)
+            return end_status(&link.base, errno if count < 0 else link.send_error)
         status = take_bytes(link, <uint64_t>count)
         if status != OK:
             return status

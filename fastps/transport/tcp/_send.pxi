@@ -150,7 +150,10 @@ cdef int write_batch(TcpLink* link) noexcept nogil:
         return OK
     if errno == EINTR:
         return OK
-    return E_AGAIN if errno == EAGAIN else E_PEER_LOST
+    if errno == EAGAIN:
+        return E_AGAIN
+    link.send_error = errno     # the kernel tells it once, so reading would not
+    return E_PEER_LOST
 
 
 cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:

@@ -33,7 +33,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
 from fastps._core cimport (
-    E_PEER_LOST, E_PROTOCOL, E_AGAIN, PROBE_LINK_RECV, PROBE_LINK_SEND, OK, now_ns, probe_hit,
+    E_LINK_TIMEOUT, E_PEER_LOST, E_PROTOCOL, E_AGAIN, PROBE_LINK_RECV, PROBE_LINK_SEND, OK,
+    now_ns, probe_hit,
 )
 from fastps.native.atomic cimport (
     fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
@@ -55,8 +56,12 @@ from fastps.transport.frame cimport HEADER_BYTES, KIND_BYE, Header
 cdef extern from "<linux/tcp.h>" nogil:
     struct tcp_info:
         uint8_t tcpi_retransmits        # of one segment, since the last acknowledgement
+        uint8_t tcpi_probes             # without an answer, of whether the peer has room again
         uint32_t tcpi_unacked           # segments
         uint32_t tcpi_pmtu
+        uint32_t tcpi_notsent_bytes
+        uint32_t tcpi_snd_wnd           # bytes that the peer has room for; 0 before Linux 5.4
+        uint32_t tcpi_snd_mss
         uint64_t tcpi_bytes_acked
         uint64_t tcpi_delivery_rate     # bytes per second
     int TCP_INFO
@@ -93,6 +98,8 @@ cdef enum:
     CHECKED_BATCH_BYTES = 128 << 10     # of one gathered write there: the cache holds them
     CHECKED_READ_BYTES = 128 << 10      # of a payload in one read there, for the same reason
     MAX_DAMAGES = 16            # frames that failed their checks are remembered
+    LOOKS = 8                   # at a link, within its longest silence
+    MAX_LOOK_NS = 1000000000
     BORROW_BYTES = 512 << 10    # a link without credit for too long sends beyond its credit
 
 cdef packed struct CheckedHeader:
@@ -122,6 +129,7 @@ cdef struct TcpLink:
     int32_t send_again          # atomic: another thread queued an item while the lock was held
     bint send_blocked           # the socket is full
     bint send_broken            # a write failed; the I/O thread ends the link
+    int send_error              # errno of that write
     bint is_read_paused         # its owner has deferred a frame
     CheckedHeader send_heads[MAX_FRAMES]
     iovec send_iov[2 * MAX_FRAMES]
@@ -150,6 +158,10 @@ cdef struct TcpLink:
     char* recv_to
     uint64_t recv_missing
     uint64_t recv_asked         # bytes the last read had room for
+    # what the peer acknowledges, I/O thread only
+    int64_t silence_ns          # longest time without progress; set once
+    int64_t silent_since        # 0: nothing waits to be acknowledged
+    uint64_t acked              # bytes when that was set
 
 
 cdef double tcp_pace(BaseLink* base) noexcept nogil:
@@ -179,7 +191,7 @@ cdef int tcp_serve(BaseLink* base) noexcept nogil:
         status = ask_again(link)
     if status == OK and link.send_broken:
         status = read_link(link)
-        return status if status != OK else E_PEER_LOST
+        return status if status != OK else end_status(base, link.send_error)
     return status
 
 
@@ -192,6 +204,31 @@ cdef void tcp_event(IoThread* io, uint64_t what, uint32_t events) noexcept nogil
         flush(link, <uint64_t>INT64_MAX)
     if events & ~EPOLLOUT:
         settle(&link.base, read_link(link))
+
+
+cdef int tcp_look(BaseLink* base, int64_t now) noexcept nogil:
+    """Return E_LINK_TIMEOUT if what was sent has not been acknowledged for silence_ns.
+
+    A peer that does not read, and says so, is alive. The kernel's TCP_USER_TIMEOUT promises as
+    much, and ends working connections: it counts from a send or probe that failed long ago, also
+    if all was acknowledged since (Linux 6.18, queues that drop packets of their own machine).
+    """
+    cdef TcpLink* link = <TcpLink*>base
+    cdef tcp_info info
+    cdef unsigned int size = sizeof(info)
+    cdef bint has_moved
+    memset(&info, 0, sizeof(info))
+    if getsockopt(base.fd, IPPROTO_TCP, TCP_INFO, &info, &size):
+        return OK               # a Unix socket
+    if not info.tcpi_unacked and not info.tcpi_notsent_bytes:
+        link.silent_since = 0
+        return OK
+    has_moved = info.tcpi_bytes_acked != link.acked
+    if not info.tcpi_unacked or info.tcpi_snd_wnd < info.tcpi_snd_mss:
+        has_moved |= info.tcpi_probes < 2   # the peer has no room, and says so ever more rarely
+    if has_moved or not link.silent_since:
+        link.silent_since, link.acked = now, info.tcpi_bytes_acked
+    return E_LINK_TIMEOUT if now - link.silent_since >= link.silence_ns else OK
 
 
 cdef void tcp_stop(BaseLink* base, int status) noexcept nogil:
@@ -227,6 +264,7 @@ OPS.stop = tcp_stop
 OPS.release = tcp_release
 OPS.event = tcp_event
 OPS.pace = tcp_pace
+OPS.look = tcp_look
 
 
 # ---------------------------------------------------------------- Python face
@@ -265,17 +303,21 @@ cdef class TcpTransport(BaseTransport):
     """I/O threads and their links.
 
     io_threads: how many threads share the links. spin_us: how long an I/O thread polls after
-    activity before it sleeps, in microseconds. Threads are created here and joined by close().
+    activity before it sleeps, in microseconds. silence_s: how long bytes may stay unacknowledged
+    before their link ends; 0: for ever. Threads are created here and joined by close().
     """
 
     cdef Damages damages
+    cdef int64_t silence_ns
 
-    def __cinit__(self, *, int io_threads=1, int64_t spin_us=0):
+    def __cinit__(self, *, int io_threads=1, int64_t spin_us=0, double silence_s=0):
         cdef int i
+        self.silence_ns = <int64_t>(silence_s * 1e9)
         pthread_mutex_init(&self.damages.lock, NULL)
         self.make_threads(io_threads, spin_us, &OPS)
         for i in range(self.n_threads):
             self.threads[i].own = &self.damages
+            self.threads[i].look_ns = min(self.silence_ns // LOOKS, <int64_t>MAX_LOOK_NS)
         self.start_threads()
 
     def unacknowledged(self):
@@ -342,7 +384,7 @@ cdef class TcpTransport(BaseTransport):
         if link == NULL:
             close(fd)
             raise MemoryError("no memory for a link")
-        link.base.fd = fd
+        link.base.fd, link.silence_ns = fd, self.silence_ns
         begin_unsent_limit(link)
         link.base.gauge.is_on = follows and credit_bytes > 0
         name_link(&link.base, owner, peer, lane)
