@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, final
 
+from typing_extensions import Buffer
+
 __all__ = [
     "Beats",
     "BufferPool",
@@ -15,6 +17,7 @@ __all__ = [
     "Pulse",
     "arm_fault",
     "clock_ns",
+    "copy_array",
     "debug_counters",
     "is_on",
     "mark",
@@ -92,6 +95,7 @@ class HugePages:
 
 def arm_fault(spec: str) -> None: ...
 def clock_ns() -> int: ...
+def copy_array(to: Buffer, source: Buffer) -> None: ...
 def debug_counters() -> dict[str, int]: ...
 def is_on() -> bool: ...
 def mark(

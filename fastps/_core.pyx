@@ -42,6 +42,9 @@ A forked child owns none of this: it has no thread of _core, and slabs are not m
 """
 
 cimport cython
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
+)
 from cpython.exc cimport PyErr_CheckSignals
 from libc.errno cimport EAGAIN, EINTR, EINVAL, errno
 from libc.math cimport isnan
@@ -94,6 +97,7 @@ __all__ = [
     "Pulse",
     "arm_fault",
     "clock_ns",
+    "copy_array",
     "debug_counters",
     "is_on",
     "mark",

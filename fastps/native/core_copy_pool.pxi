@@ -147,6 +147,23 @@ cdef void pooled_copy(void* to, const void* source, uint64_t n, uint64_t whole,
     copy_pool_run(copy_piece, &copy, n_pieces_of(n))
 
 
+def copy_array(to not None, source not None):
+    """Copy the bytes of one contiguous array into another of the same size; releases the GIL."""
+    cdef Py_buffer target, origin
+    PyObject_GetBuffer(to, &target, PyBUF_WRITABLE)
+    try:
+        PyObject_GetBuffer(source, &origin, PyBUF_SIMPLE)
+        try:
+            if target.len != origin.len:
+                raise ValueError(f"cannot copy {origin.len} bytes into {target.len}")
+            with nogil:
+                pooled_copy(target.buf, origin.buf, target.len, target.len, target.len)
+        finally:
+            PyBuffer_Release(&origin)
+    finally:
+        PyBuffer_Release(&target)
+
+
 cdef struct Fold:
     rule_fn rule
     const void* const* sources

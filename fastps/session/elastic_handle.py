@@ -13,9 +13,20 @@ from typing import Protocol
 
 import numpy as np
 
+from fastps._core import copy_array
 from fastps.errors import FastPSError, Status
 from fastps.types import DType
 from fastps.worker.handle import READY, Array, Handle, OperationHandle
+
+_LONG_BYTES = 8 << 20  # from here on memory is the limit, and np.copyto() takes more of it
+
+
+def _copy(to: Array, source: Array) -> None:
+    """Copy an array into another of the same shape and type."""
+    if to.nbytes < _LONG_BYTES or not (to.flags.c_contiguous and source.flags.c_contiguous):
+        np.copyto(to, source)
+    else:
+        copy_array(to.reshape(-1).view(np.uint8), source.reshape(-1).view(np.uint8))
 
 
 class HandleHost(Protocol):
@@ -111,14 +122,14 @@ class ElasticHandle(Handle[Array | list[Array]]):
     def copy_sources(self) -> None:
         """Keep what results land on, before it is started for the first time."""
         for place, copy in self._copies.items():
-            np.copyto(copy, self._landings[place])
+            _copy(copy, self._landings[place])
 
     def restore_sources(self) -> None:
         """Undo what has landed and is not committed, where nothing lands any more."""
         if self._has_begun:
             for place in self._left:
                 if place in self._copies:
-                    np.copyto(self._landings[place], self._copies[place])
+                    _copy(self._landings[place], self._copies[place])
 
     def status(self) -> int | None:
         """Return how it ended: None: it has not, 0: it has landed."""
@@ -217,5 +228,5 @@ class ElasticHandle(Handle[Array | list[Array]]):
             part.wait(0.0)
         for landing, output in zip(self._landings, self._outputs, strict=True):
             if landing is not output:
-                np.copyto(output, landing)
+                _copy(output, landing)
         return self._outputs[0] if self._is_single else list(self._outputs)

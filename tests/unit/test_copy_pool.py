@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aids import faces
-from fastps._core import CopyPool, overdue_s
+from fastps._core import CopyPool, copy_array, overdue_s
 from fastps.config import load
 from fastps.reduce import reduce_kernel
 from fastps.session.stall_watch import StallWatch
@@ -233,3 +233,14 @@ def test_a_worker_has_its_share_of_the_cores(monkeypatch):
     assert [count(-1, ranks) for ranks in (2, 4, 5, 8, 9, 64)] == [3, 3, 2, 1, 0, 0]
     assert [count(threads, 2) for threads in (0, 1, 2, 16)] == [0, 0, 1, 15]
     assert [count(-1, 2, cpus) for cpus in ("0", "0-3", "4,6-9")] == [0, 1, 1]
+
+
+def test_arrays_of_any_size_are_copied_and_others_refused(hands):
+    for n in (0, 1, 200_000, (8 << 20) + 5):
+        source, to = np.random.default_rng(n).integers(0, 256, n, np.uint8), np.zeros(n, np.uint8)
+        copy_array(to, source)
+        assert (to == source).all()
+    with pytest.raises(ValueError, match="cannot copy 3 bytes into 4"):
+        copy_array(np.zeros(4, np.uint8), np.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match="contiguous"):
+        copy_array(np.zeros(4, np.uint8)[::2], np.zeros(2, np.uint8))
