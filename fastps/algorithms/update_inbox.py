@@ -30,6 +30,7 @@ from fastps.byzantine.updates import (
     unpack,
 )
 from fastps.errors import FastPSError, MismatchError, StallError
+from fastps.transport.condition import Condition
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class UpdateQueue:
         self._stats = stats
         self._session = session
         self._channel = channel
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._updates: deque[Update] = deque()
         self._is_ending = False
         session.connections.reach(self.workers)

@@ -103,6 +103,7 @@ from fastps.errors import (
 from fastps.security.handshake import Purpose
 from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys, wipe, wipe_text
 from fastps.transport import sockets
+from fastps.transport.condition import Condition
 from fastps.types import checked_seconds
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,15 @@ def _forget_clients_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_clients_in_child)
+
+
+class Reply(Future[Answer]):
+    """An answer to come, which a waiting main thread may give up by Ctrl-C: see Condition."""
+
+    def __init__(self) -> None:
+        """Wait for it."""
+        super().__init__()
+        self._condition = Condition()
 
 
 class PendingReply(Generic[AnswerT]):
@@ -194,7 +204,7 @@ class ControlClient:
         self._first_lost: PeerLost | None = None
         self._over: JobOver | None = None
         self._is_decided = False  # a first cause or the end of the job is known
-        self._news = threading.Condition()  # notified at every event, and with _is_decided
+        self._news = Condition()  # notified at every event, and with _is_decided
         self._is_ending = False  # the scheduler will close the connection in order
         self._is_closed = False
         self._write_failure = ""
@@ -603,8 +613,8 @@ class ControlClient:
         with self._lock:
             self._pending.pop(number, None)
 
-    def _enlist(self, number: int) -> Future[Answer]:
-        future: Future[Answer] = Future()
+    def _enlist(self, number: int) -> Reply:
+        future = Reply()
         with self._lock:
             if self._cause is not None:
                 raise type(self._cause)(str(self._cause))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastps.errors import ConfigError, FastPSError, NotInitializedError
 from fastps.session import excepthook, outside_job
+from fastps.transport.condition import Condition
 
 if TYPE_CHECKING:
     from fastps.config import Config
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _current: Session | None = None
 _met: Rendezvous | None = None  # with workers of another launcher; as long as the process lives
-_changes = threading.Condition()  # guards the next two, and who changes the session
+_changes = Condition()  # guards the next two, and who changes the session
 _starting: _Start | None = None
 _closing: int | None = None  # the thread that does
 _waits: list[Callable[[], object]] = []  # of frameworks that work behind the program's back
@@ -93,7 +94,7 @@ def _check_reentry(call: str) -> None:
 def _forget_changes_in_child() -> None:
     """Let a forked child begin anew: the threads that were at it are not in it."""
     global _changes, _starting, _closing
-    _changes, _starting, _closing = threading.Condition(), None, None
+    _changes, _starting, _closing = Condition(), None, None
     if _current is not None and _met is not None:
         from fastps.security.tokens import wipe_text  # noqa: PLC0415  (imported since init())
 

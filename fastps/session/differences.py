@@ -9,7 +9,6 @@ Threads: those that wait for operations, and the control thread.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from fastps.collectives.descriptions import About, Membership, differing_text
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.control.blame import VERDICT_WAIT_S
 from fastps.control.protocol import MAX_TEXT_CHARS
+from fastps.transport.condition import Condition
 
 if TYPE_CHECKING:
     from fastps.control.protocol import Told
@@ -32,7 +32,7 @@ class Differences:
 
     def __init__(self, session: SessionHost) -> None:
         self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
-        self._news = threading.Condition()
+        self._news = Condition()
         self._started: dict[Key, dict[int, str]] = {}
         self._told: set[Key] = set()
         self._gone: set[int] = set()  # workers that are lost or have left; they say nothing more

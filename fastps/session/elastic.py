@@ -73,6 +73,7 @@ from fastps.session.session import Session, State
 from fastps.session.stall_watch import join_threads
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
 from fastps.session.view import View, has_news, tell
+from fastps.transport.condition import Condition
 from fastps.types import DType, checked_seconds
 from fastps.worker.handle import Array, OperationHandle
 
@@ -110,9 +111,9 @@ class ElasticSession(RegroupMixin, Session):
         self._fence = Fence()
         self._given = config
         self._view_lock = threading.RLock()  # held while operations start, and the view changes
-        self.changed = threading.Condition(lock := threading.RLock())  # guards what follows
+        self.changed = Condition(lock := threading.RLock())  # guards what follows
         # of the same lock, each for one thread that would wake for nothing at most changes
-        self.view_ends, self.unattended = threading.Condition(lock), threading.Condition(lock)
+        self.view_ends, self.unattended = Condition(lock), Condition(lock)
         self._generation = 0  # of the job, in this view
         self.generations = {}
         self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them

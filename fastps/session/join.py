@@ -14,7 +14,6 @@ Threads: on_message() and end() run on the control thread, the rest on users'; `
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -29,6 +28,7 @@ from fastps.collectives.objects import decode_object, encode_object
 from fastps.contract.contract import Policy
 from fastps.control.protocol import TensorSpec, pack_spec, unpack_spec
 from fastps.errors import FastPSError, ShutdownError, StallError, Status
+from fastps.transport.condition import Condition
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class JoinState:
     def __init__(self, session: SessionHost, steps: Steps) -> None:
         self._session: SessionHost = weakref.proxy(session)  # which goes at once when it ends
         self._steps = steps
-        self._news = threading.Condition()
+        self._news = Condition()
         self._number = 0  # of the round that this worker is in
         self._rounds = {0: _Round()}  # this one, the last one, and those others are in already
         self._has_joined = False

@@ -15,7 +15,6 @@ Threads: the control thread, except for check(), why(), group() and forget().
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -29,6 +28,7 @@ from fastps.contract.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S
 from fastps.control.protocol import MAX_TEXT_CHARS, TensorPoisoned
 from fastps.errors import MismatchError
+from fastps.transport.condition import Condition
 from fastps.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class RouteChecker:
         self._passed: dict[str, list[Counts]] = {}  # by name, of what waits
         self._sides: dict[str, dict[int, str]] = {}  # by name: what workers say, until all have
         self._tensors: dict[str, set[str]] = {}  # of these: what is not to be used any more
-        self._news = threading.Condition()
+        self._news = Condition()
         self._since: dict[str, float] = {}  # of these: when it was found out
         self._texts: dict[str, str] = {}  # by name and tensor: of what must not be used any more
 

@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from fastps.errors import (
 from fastps.security.handshake import Claim, NoPlaceError, Purpose
 from fastps.transport import rdma
 from fastps.transport._link import LinkOwner
+from fastps.transport.condition import Condition
 from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import Connection, choose_credit, dial, pack_lane, unpack_lane
@@ -157,7 +157,7 @@ class PeerLinks:
         self._owner: LinkOwner | None = None
         self._table = PeerTable(0)
         self._over: FastPSError | None = None  # why this process makes no link any more
-        self._changed = threading.Condition()  # guards table, owner and transports
+        self._changed = Condition()  # guards table, owner and transports
         self._tcp: TcpTransport | None = None
         self._rdma: RdmaTransport | None = None
         self._openings: dict[int, Opening] = {}  # of RDMA links
