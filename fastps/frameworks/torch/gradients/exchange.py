@@ -65,7 +65,7 @@ from fastps.frameworks.torch.optimizer.weight_check import Entry, check_alike, c
 from fastps.session import current
 from fastps.session.autotune import Layout
 from fastps.session.process_sets import ProcessSet, checked_set, global_process_set
-from fastps.types import Op
+from fastps.types import DType, Op
 from fastps.worker.handle import Handle, MappedHandle
 
 Views: TypeAlias = bool | Literal["auto"]
@@ -570,7 +570,8 @@ class GradientExchange:
                 average=self._average,
                 priority=-self._members[index][0],
                 out=bucket.array,
-                dtype=bucket.code,
+                # None, the array's own dtype, is what the short way of push_pull_async() takes
+                dtype=bucket.code if bucket.code is DType.BFLOAT16 else None,
                 **self._rate(),
             )
         except FastPSError as error:
