@@ -584,7 +584,7 @@ def format_value(value: object) -> str:
 def _check_keywords(names: Mapping[str, object]) -> None:
     for name in names:
         if name not in _BY_FIELD:
-            raise ConfigError(f"unknown setting {name!r}{_nearest(name, _BY_FIELD)}")
+            raise ConfigError(f"unknown setting {name!r}{nearest(name, _BY_FIELD)}")
 
 
 def _warn_unknown(environ: Environ) -> None:
@@ -600,7 +600,7 @@ def _warn_unknown(environ: Environ) -> None:
         elif name.startswith((PREFIX, *byteps.PREFIXES)):
             start = name[: name.index("_") + 1]
             known = [k for k in (*_KNOWN_NAMES, *byteps.INSTEAD) if k.startswith(start)]
-            hint = _nearest(name, known)
+            hint = nearest(name, known)
             _warn_once(f"{name} is unknown and ignored{hint}")
 
 
@@ -616,7 +616,7 @@ def role_given(environ: Environ | None = None) -> str | None:
     return None if source == "default" else str(role)
 
 
-def _nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
+def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
     """Suggest names that look alike."""
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""

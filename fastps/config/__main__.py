@@ -89,10 +89,12 @@ def _row(setting: Setting) -> str:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options, also those of `fastps config`."""
-    choice = parser.add_mutually_exclusive_group(required=True)
+    choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--markdown", action="store_true", help="print docs/env.md")
     choice.add_argument(
-        "--explain", action="store_true", help="print each setting, its value and where it is from"
+        "--explain",
+        action="store_true",
+        help="print each setting, its value and where it is from (default)",
     )
 
 

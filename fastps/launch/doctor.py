@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `fastps`: `fastps doctor` shows what this machine offers to a job, and tests it.
+"""The command `fastps doctor`: show what this machine offers to a job, and test it.
 
 Changes nothing, except for --link-pyverbs, which makes one symbolic link. It tests with real jobs
-of two workers, one for each kind of connection between them. `fastps graph` is in graph.py,
-`fastps timeline` in timeline.py, `fastps top` in progress_line.py. Threads: those of the jobs.
+of two workers, one for each kind of connection between them. Threads: those of the jobs.
 """
 
 from __future__ import annotations
@@ -12,18 +11,16 @@ import argparse
 import os
 import resource
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fastps import config
-from fastps.config import __main__ as of_config
 from fastps.config import versions
-from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import FastPSError
-from fastps.launch import graph, progress_line, team, timeline
+from fastps.launch import team
 from fastps.session import current
 from fastps.transport import rdma, shm, sockets
 
@@ -35,36 +32,19 @@ PACKAGES = ("numba", "torch", "msgspec")  # packages whose versions a bug report
 TRIAL_COUNT, TRIAL_S = 1 << 16, 60.0  # elements summed; limit, for a kernel is compiled first
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="fastps", description="Inspect fastps and its jobs.")
-    parser.add_argument("--version", action=versions.ShowVersion)
-    commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser(
-        "doctor", help="show what this machine offers to a job, and run two small test jobs"
-    )
-    doctor.add_argument(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument(
         "--link-pyverbs",
         action="store_true",
         help="make the distribution's pyverbs importable by this Python, with one symbolic link",
     )
-    doctor.add_argument(
+    parser.add_argument(
         "--no-trial", dest="tries", action="store_false", help="do not run the test jobs"
     )
-    doctor.set_defaults(run=examine)
-    for name, module, text in (
-        ("graph", graph, "print and draw the properties of a graph of workers"),
-        ("timeline", timeline, "merge the traces of a job's processes into one timeline"),
-        ("config", of_config, "show all settings and their values here"),
-        ("top", progress_line, "show what the processes of a running job do"),
-    ):
-        command = commands.add_parser(name, help=text)
-        module.add_options(command)
-        command.set_defaults(run=module.run)
-    return parser
 
 
-def examine(parsed: argparse.Namespace) -> int:
+def run(parsed: argparse.Namespace) -> int:
     """Print the findings and run the test jobs; return 1 if one failed. Raises FastPSError."""
     if parsed.link_pyverbs:
         sys.stdout.write(f"linked {rdma.link_pyverbs()}\n")
@@ -179,18 +159,3 @@ def _memory_limit() -> str:
     if limit == resource.RLIM_INFINITY or rdma.may_lock():
         return "without limit"
     return f"{limit // MIB} MiB (`ulimit -l`); RDMA needs the size of all tensors"
-
-
-@ends_quietly
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit status: 1 if a test job fails, 2 for wrong arguments."""
-    parsed = make_parser().parse_args(arguments)
-    try:
-        return int(parsed.run(parsed) or 0)
-    except FastPSError as error:
-        sys.stderr.write(f"fastps: {type(error).__name__}: {error}\n")
-        return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

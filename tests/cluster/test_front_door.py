@@ -12,11 +12,12 @@ import pytest
 from launched import JobRunner
 
 import fastps
+from fastps.__main__ import main as fastps_command
 from fastps.errors import StallError
 from fastps.launch import doctor, team
 
 SUM = "import fastps, numpy; fastps.init(); fastps.push_pull(numpy.ones(3), 'x')"
-COMMANDS = ("launch.run", "server.main", "launch.doctor", "launch.byteps", "bench")
+COMMANDS = ("launch.run", "server.main", "__main__", "launch.byteps", "bench")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -58,7 +59,7 @@ def test_rank_zero_says_what_the_job_is(tmp_path, words, first, second):
 
 
 def test_the_doctor_tries_real_jobs(capsys):
-    assert doctor.main(["doctor"]) == 0
+    assert fastps_command(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert f"fastps {metadata.version('fastps')}" in shown
     assert shown.count("works\n") >= 1, shown
@@ -66,7 +67,7 @@ def test_the_doctor_tries_real_jobs(capsys):
 
 
 def test_the_doctor_does_not_import_a_framework():
-    program = "import sys; from fastps.launch import doctor; doctor.main(sys.argv[1:])"
+    program = "import sys; from fastps.__main__ import main; main(sys.argv[1:])"
     program += "; sys.exit('torch' in sys.modules)"
     words = [sys.executable, "-c", program, "doctor", "--no-trial"]
     assert subprocess.run(words, timeout=60, stdout=subprocess.DEVNULL).returncode == 0
@@ -77,15 +78,15 @@ def test_the_doctor_fails_where_a_job_does(capsys, monkeypatch):
         raise StallError("worker 1 is missing")
 
     monkeypatch.setattr(team, "run", stall)
-    assert doctor.main(["doctor"]) == doctor.EXIT_BROKEN
+    assert fastps_command(["doctor"]) == doctor.EXIT_BROKEN
     assert "by links: fails: StallError: worker 1 is missing" in capsys.readouterr().out
     monkeypatch.setattr(team, "run", lambda *args, **given: [(3.0, 3.0), (3.0, 4.0)])
-    assert doctor.main(["doctor"]) == doctor.EXIT_BROKEN
+    assert fastps_command(["doctor"]) == doctor.EXIT_BROKEN
     assert "wrong sums" in capsys.readouterr().out
 
 
 def test_the_doctor_fails_where_settings_ask_for_what_is_not_there():
-    words = [sys.executable, "-m", "fastps.launch.doctor", "doctor"]
+    words = [sys.executable, "-m", "fastps", "doctor"]
     asked = {**os.environ, "FASTPS_TRANSPORT": "rdma", "FASTPS_RDMA_DEVICE": "none0"}
     found = subprocess.run(words, env=asked, capture_output=True, text=True, timeout=100)
     assert found.returncode == doctor.EXIT_BROKEN, found.stdout + found.stderr

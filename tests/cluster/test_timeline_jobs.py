@@ -134,7 +134,7 @@ def test_a_launcher_that_is_killed_leaves_what_can_be_merged(tmp_path):
         job.kill()
         job.stdout.read()  # to its end: the workers are gone too
     assert not target.exists()
-    merge = [sys.executable, "-m", "fastps.launch.doctor", "timeline", str(parts), str(target)]
+    merge = [sys.executable, "-m", "fastps", "timeline", str(parts), str(target)]
     done = subprocess.run(merge, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     document = check_timeline(target)

@@ -20,9 +20,9 @@ import pytest
 from harness import ROOT, clean_environ
 
 from aids.free_ports import free_ports
+from fastps.__main__ import main as fastps_command
 from fastps.config import load
 from fastps.errors import ConfigError
-from fastps.launch.doctor import main as fastps_command
 from fastps.launch.output import Outlet, Screen
 from fastps.launch.progress_line import MergedLine
 from fastps.telemetry import watch
@@ -137,7 +137,7 @@ def test_top(job, capsys):
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_top_ends_on_ctrl_c(job):
     _, job_id, _ = job
-    program = "import sys; from fastps.launch.doctor import main; sys.exit(main())"
+    program = "import sys; from fastps.__main__ import main; sys.exit(main())"
     with subprocess.Popen(
         [sys.executable, "-c", program, "top", "--job", job_id, "--every", "0.1"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -94,7 +94,7 @@ def test_a_timeline_has_all_views(tmp_path):
         check(results_of(job, 1))
     assert len(list(tmp_path.glob("*.spans"))) == 5, os.listdir(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "fastps.launch.doctor", "timeline", str(tmp_path),
+        [sys.executable, "-m", "fastps", "timeline", str(tmp_path),
          str(tmp_path / "all.json")],
         env=clean_environ() | {"PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=90,

@@ -23,9 +23,9 @@ MAX_FILE_LINES = 1000
 MAX_FUNCTION_LINES = 80
 # What users import, the core, and what every room may know. Everything else stands in a room.
 LOOSE_FILES = {
-    "__init__.pxd", "__init__.py", "_core.pxd", "_core.pyi", "_core.pyx", "elastic.py",
-    "errors.py", "files.py", "jax.py", "keras.py", "mxnet.py", "notebook.py", "py.typed",
-    "ray.py", "tensorflow.py", "topology.py", "torch.py", "types.py",
+    "__init__.pxd", "__init__.py", "__main__.py", "_core.pxd", "_core.pyi", "_core.pyx",
+    "elastic.py", "errors.py", "files.py", "jax.py", "keras.py", "mxnet.py", "notebook.py",
+    "py.typed", "ray.py", "tensorflow.py", "topology.py", "torch.py", "types.py",
 }  # fmt: skip
 CYTHON_FUNCTION = re.compile(
     r"^( *)(?:def|cdef|cpdef)\b(?! (?:packed )?(?:class|struct|enum))[^=]*\("

@@ -59,6 +59,7 @@ FLOORS = {
     "fastps.notebook": 13,
     "fastps.bluefog": 14,
     "fastps.bench": 14,
+    "fastps.__main__": 15,
 }
 CORE_PART = re.compile(r"fastps\.native\.core_\w+$")  # pieces of the module _core
 
@@ -93,6 +94,7 @@ RESTRICTED = {
     "rich": ("fastps.launch", "fastps.telemetry", "fastps.bench"),
     "matplotlib": ("fastps.bench", "fastps.launch"),
     "networkx": ("fastps.topology",),
+    "argcomplete": ("fastps.launch", "fastps.__main__"),
     "cloudpickle": ("fastps.launch", "fastps.notebook"),
     "subprocess": ("fastps.launch", "fastps.bench"),
     "multiprocessing": (),

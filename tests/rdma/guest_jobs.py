@@ -76,7 +76,7 @@ def test_a_killed_process_is_noticed_at_once(role):
 @pytest.mark.timeout(100)
 def test_the_doctor_finds_the_device():
     done = subprocess.run(
-        [sys.executable, "-m", "fastps.launch.doctor", "doctor"],
+        [sys.executable, "-m", "fastps", "doctor"],
         cwd=ROOT,
         env=clean_environ(),
         capture_output=True,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastps.__main__ import main as fastps_command
 from fastps.config import Config, load
 from fastps.control.listen import open_listeners
 from fastps.control.protocol import Member
@@ -364,7 +365,7 @@ def test_arrays_that_cannot_be_held_are_given_back():
 def test_the_doctor_tells_everything(capsys, monkeypatch):
     monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     monkeypatch.setattr(rdma, "try_out", lambda config: "")
-    assert doctor.main(["doctor", "--no-trial"]) == 0
+    assert fastps_command(["doctor", "--no-trial"]) == 0
     shown = capsys.readouterr().out
     assert f"RDMA over rxe0 port 1, GID 0 ({GID})" in shown
     assert "native data path; it reaches itself" in shown
@@ -378,7 +379,7 @@ def test_the_doctor_says_why_a_device_does_not_work(capsys, monkeypatch):
 
     monkeypatch.setattr(rdma, "probe", lambda config: DEVICE)
     monkeypatch.setattr(rdma, "open_device", refuse)
-    assert doctor.main(["doctor", "--no-trial"]) == 0
+    assert fastps_command(["doctor", "--no-trial"]) == 0
     assert "but it does not reach itself: cannot open rxe0: no memory" in capsys.readouterr().out
 
 
@@ -387,7 +388,7 @@ def test_the_doctor_links_pyverbs_or_says_what_to_install(capsys, monkeypatch):
         raise ConfigError("run apt-get install python3-pyverbs")
 
     monkeypatch.setattr(rdma, "link_pyverbs", refuse)
-    assert doctor.main(["doctor", "--link-pyverbs"]) == 2
+    assert fastps_command(["doctor", "--link-pyverbs"]) == 2
     assert "apt-get install python3-pyverbs" in capsys.readouterr().err
 
 

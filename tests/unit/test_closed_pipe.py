@@ -17,10 +17,10 @@ from fastps.config.closed_pipe import EXIT_CLOSED_PIPE, ends_quietly
 
 ROOT = Path(__file__).parents[2]
 PRINTING = {
-    "doctor": ["fastps.launch.doctor", "doctor", "--no-trial"],
-    "version": ["fastps.launch.doctor", "--version"],
-    "help": ["fastps.launch.doctor", "--help"],
-    "graph": ["fastps.launch.doctor", "graph", "ring", "-n", "4"],
+    "doctor": ["fastps", "doctor", "--no-trial"],
+    "version": ["fastps", "--version"],
+    "help": ["fastps", "--help"],
+    "graph": ["fastps", "graph", "ring", "-n", "4"],
     "config": ["fastps.config", "--explain"],
     "reduce": ["fastps.reduce", "--help"],
     "run": ["fastps.launch.run", "-np", "2", "--dry-run", "true"],
@@ -76,7 +76,7 @@ def argparse_status() -> int:
         (["fastps.launch.run", "-np", "2", "--log-level", "INFO", "sleep", "60"], 141),
         (["fastps.launch.run", "--no-such-option"], argparse_status()),
         (["fastps.server.main", "--role", "nobody"], argparse_status()),
-        (["fastps.launch.doctor", "config", "--explain"], 141),
+        (["fastps", "config", "--explain"], 141),
     ],
 )
 def test_messages_without_reader(words, status):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastps import topology as graphs
-from fastps.launch import doctor
+from fastps.__main__ import main as fastps_command
 from fastps.launch.graph import one_peer_rounds
 from fastps.topology import Topology
 
@@ -307,12 +307,12 @@ def test_mistakes_are_named(call, words):
 
 def test_the_command_tells_and_draws(tmp_path, capsys):
     picture = tmp_path / "graph.png"
-    assert doctor.main(["graph", "exp2", "-n", "16", "--png", str(picture)]) == 0
+    assert fastps_command(["graph", "exp2", "-n", "16", "--png", str(picture)]) == 0
     told = capsys.readouterr().out
     assert "spectral gap:           0.4\n" in told
     assert "rounds, one peer:       4 to" in told
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert doctor.main(["graph", "inner-outer-ring", "-n", "6", "--local-size", "3"]) == 0
+    assert fastps_command(["graph", "inner-outer-ring", "-n", "6", "--local-size", "3"]) == 0
     assert "never the average" in capsys.readouterr().out
-    assert doctor.main(["graph", "hypercube", "-n", "6"]) == 2
+    assert fastps_command(["graph", "hypercube", "-n", "6"]) == 2
     assert "power of 2" in capsys.readouterr().err
