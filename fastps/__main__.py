@@ -16,7 +16,7 @@ from typing import Any
 
 from fastps.config import nearest, process_environment, versions
 from fastps.config.closed_pipe import ends_quietly
-from fastps.errors import FastPSError
+from fastps.errors import FastPSError, guide_of
 
 EXIT_USAGE = 2
 _COMPLETES = "_ARGCOMPLETE"  # the variable by which a shell asks for completions
@@ -121,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(module.run(parsed) or 0)
     except FastPSError as error:
-        sys.stderr.write(f"fastps: {type(error).__name__}: {error}\n")
+        kind = type(error).__name__
+        sys.stderr.write(f"fastps: {kind}: {error}; see {guide_of(kind)}\n")
         return EXIT_USAGE
 
 

@@ -21,6 +21,7 @@ FastPSError
 from __future__ import annotations
 
 import enum
+import re
 
 
 class FastPSError(RuntimeError):
@@ -114,6 +115,25 @@ STATUS_ERRORS: dict[int, type[FastPSError]] = {
     Status.SYS: TransportError,
     Status.LINK_TIMEOUT: TransportTimeout,
 }
+
+
+GUIDE = "docs/troubleshooting.md"
+_KINDS = re.compile(r"\b(FastPSError|\w+Error|TransportTimeout)\b")
+
+
+def guide_of(text: str) -> str:
+    """Return the place of the guide about the first error of ours that a text names, or ""."""
+    names = {one.__name__ for one in every_error()}
+    found = next((name for name in _KINDS.findall(text) if name in names), "")
+    return f"{GUIDE}#{found.lower()}" if found else ""
+
+
+def every_error() -> list[type[FastPSError]]:
+    """List the classes of this module, the base first."""
+    found: list[type[FastPSError]] = [FastPSError]
+    for one in found:
+        found += [kind for kind in one.__subclasses__() if kind.__module__ == __name__]
+    return found
 
 
 def error_of(status: int, message: str) -> FastPSError:

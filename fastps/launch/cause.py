@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from fastps.control.blame import LEFT
+from fastps.errors import GUIDE, guide_of
 from fastps.launch.machine import Machine
 from fastps.launch.output import Screen
 from fastps.launch.processes import Child
@@ -39,6 +40,16 @@ _MEMBER = re.compile(
 )
 _OTHERS = re.compile(rf"(?P<ended>{ENDED_BY}.*)|\b(?:PeerLostError|StallError):? (?P<error>.*)")
 _OF_SERVICES = re.compile(r"is lost\b|cannot start\b")  # in the logs of scheduler and servers
+# Words of a cause, and the section of the guide about it.
+_GUIDES = {
+    "its program ended with": "",  # an error of the user's program, of whatever worker
+    " is lost": "peerlosterror",
+    "were never in one job together": "it-stops",
+    "(SIGSTOP)": "it-stops",
+    "(OOM killer)": "it-stops",
+    "the connection to ": "it-stops",
+    "cannot start": "it-does-not-start",
+}
 _CURES = re.compile(r"(?:; let all workers call|\. Restart the job|\. Let all workers call).*")
 
 
@@ -77,6 +88,11 @@ class Cause:
     words: str = ""
     accusation: str = ""
     has_time: bool = True
+
+    @property
+    def is_refusal(self) -> bool:
+        """Return whether the launcher itself ended or refused the job, not a part or a signal."""
+        return self.part is None and self.exit_code < 124
 
 
 def accusation_of(part: Part) -> Accusation | None:
@@ -165,7 +181,17 @@ def report(screen: Screen, cause: Cause, *, output_dir: pathlib.Path | None) -> 
         ending = "so the job was ended"
     else:
         ending = f"it failed first, so the job was ended{cause.words}"
-    screen.report(f"{cause.text}; {ending}", is_alarm=True)
+    guide = guide_to(cause)
+    more = f"; see {guide}" if guide else ""
+    screen.report(f"{cause.text}; {ending}{more}", is_alarm=True)
+
+
+def guide_to(cause: Cause) -> str:
+    """Return the place of the guide about a cause; empty for an error of the user's program."""
+    text = f"{cause.text} {cause.words}"
+    by_words = (anchor for words, anchor in _GUIDES.items() if words in text)
+    found = next(by_words, "messages-of-fastps-run" if cause.is_refusal else "")
+    return guide_of(text) or (f"{GUIDE}#{found}" if found else "")
 
 
 def last_output(part: Part) -> str:

@@ -165,7 +165,9 @@ def test_peer_that_gives_up_is_believed_when_nobody_else_fails(job):
         assert time.monotonic() - began < 9  # it waits for two seconds, not for the next event
         assert process.wait(LIMIT_S) == 1
     assert last.startswith("[fastps-run] worker 0 (pid ")
-    assert last.endswith("is lost; it failed first, so the job was ended")
+    assert last.endswith(
+        "is lost; it failed first, so the job was ended; see docs/troubleshooting.md#peerlosterror"
+    )
 
 
 def test_server_that_fails_while_stopping_is_reported(job):
