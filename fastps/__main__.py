@@ -47,8 +47,12 @@ COMMANDS = {
         _WATCH, "launch.progress_line", "show what the processes of a running job do",
         ("fastps top", "fastps top --job ID --once")),
     "timeline": Command(
-        _WATCH, "launch.timeline", "merge the traces of a job's processes into one timeline",
-        ("fastps timeline job.json.parts job.json",)),
+        _WATCH, "launch.timeline",
+        "sum up where the time of a job went; merge the traces of its processes",
+        ("fastps timeline job.json", "fastps timeline job.json.parts job.json")),
+    "report": Command(
+        _WATCH, "launch.report", "make a page of a run: steps, waits, links, faults",
+        ("fastps report job.json", "fastps report job.json --logs logs -o run.html")),
     "doctor": Command(
         _HERE, "launch.doctor",
         "show what this machine offers to a job, and run two small test jobs",
