@@ -20,6 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -168,6 +169,27 @@ def inner_outer_exp2_graph(size: int, local_size: int) -> Topology:
     return _inner_outer(size, local_size, _powers(_machines_of(size, local_size), 2))
 
 
+def equi_static_graph(
+    n: int, neighbors: int, *, seed: int = 0, is_symmetric: bool = False
+) -> Topology:
+    """Connect each worker to those at `neighbors` distances drawn at random, the same for all.
+
+    W is the mean over draws a, with replacement, of (n - 1)/n P^a + I/n, where P^a sends to the
+    worker a places on. How fast it mixes does not depend on n: the other eigenvalues stay below
+    epsilon with a probability of 1 - p for 8 ln(2 n / p) / (3 epsilon^2) neighbors. is_symmetric:
+    send both ways. Song, Li, Jin, Shi, Yan, Yin and Yuan, "Communication-efficient topologies for
+    decentralized learning with O(1) consensus rate", NeurIPS 2022. Raises ValueError.
+    """
+    _check_size(n)
+    if neighbors < 1:
+        raise ValueError(f"neighbors={neighbors} must be at least 1")
+    weights = np.zeros((n, n))
+    for distance in _distances(n, neighbors, seed):
+        part = _shifted(n, distance)
+        weights += (part + part.T) / 2 if is_symmetric else part
+    return Topology(weights / neighbors)
+
+
 GRAPHS: dict[str, Callable[..., Topology]] = {
     "exp2": exponential_graph,
     "symmetric": symmetric_exponential_graph,
@@ -177,6 +199,71 @@ GRAPHS: dict[str, Callable[..., Topology]] = {
     "full": fully_connected_graph,
     "hypercube": hypercube_graph,
 }  # by the names of the command line; those that need only a size
+
+
+# ---- graphs that change from round to round ----
+
+
+def base_graphs(n: int, peers: int = 1) -> list[Topology]:
+    """Return the graphs of rounds after which all have the exact average, whatever n is.
+
+    peers: of a worker in a round, at most. At most 2 log n + 2 rounds, the logarithm to the base
+    peers + 1; then begin anew. Each graph is symmetric. The Base-(k+1) graph of Takezawa, Sato,
+    Bao, Niwa and Yamada, "Beyond exponential graph: communication-efficient topologies for
+    decentralized learning via finite-time convergence", NeurIPS 2023. Raises ValueError.
+    """
+    _check_size(n)
+    if operator.index(peers) < 1:
+        raise ValueError(f"peers={peers}: a worker needs at least 1 peer in a round")
+    return [_weighted(n, one) for one in base_shares(n, peers)]
+
+
+def base_shares(n: int, peers: int) -> list[dict[tuple[int, int], Fraction]]:
+    """Return the weights of base_graphs() as fractions, without those of own values."""
+    smooth = math.prod(_factors(n, peers + 1))
+    plain = _simple_base(n, peers)
+    if smooth == 1 or smooth == n:
+        return plain
+    rest = n // smooth  # average inside groups of so many, then among groups
+    inside = [
+        {(g * rest + i, g * rest + j): w for g in range(smooth) for (i, j), w in one.items()}
+        for one in _simple_base(rest, peers)
+    ]
+    among = [
+        {(i * rest + g, j * rest + g): w for g in range(rest) for (i, j), w in one.items()}
+        for one in _hypercube(smooth, peers)
+    ]
+    return min(plain, inside + among, key=len)
+
+
+def equi_one_peer_rounds(n: int, *, seed: int = 0, step: float = 0.5) -> Iterator[Topology]:
+    """Yield graphs in which each worker sends to the one at a random distance, the same for all.
+
+    W = (1 - step) I + step ((n - 1)/n P^a + I/n): OD-EquiDyn of equi_static_graph()'s paper. All
+    workers pass the same seed.
+    """
+    rng = _random(n, seed, step)
+    while True:
+        distance = 0 if n == 1 else int(rng.integers(1, n))
+        yield Topology((1 - step) * np.eye(n) + step * _shifted(n, distance))
+
+
+def equi_matching_rounds(n: int, *, seed: int = 0, step: float = 0.5) -> Iterator[Topology]:
+    """Yield graphs in which pairs at a random distance exchange, both ways; some have no peer.
+
+    A pair's weights are step (n - 1)/n: OU-EquiDyn, as above. All workers pass the same seed.
+    """
+    rng = _random(n, seed, step)
+    while True:
+        distance, first = (0, 0) if n == 1 else (int(rng.integers(1, n)), int(rng.integers(n)))
+        weights, free = np.eye(n), set(range(n))
+        for one in (place % n for place in range(first, first + n)):
+            other = (one + distance) % n
+            if one != other and {one, other} <= free:
+                free -= {one, other}
+                weights[[one, other], [other, one]] = step * (n - 1) / n
+                weights[[one, other], [one, other]] = 1 - step * (n - 1) / n
+        yield Topology(weights)
 
 
 # ---- one peer at a time: endless rounds, the same number of calls on all workers ----
@@ -402,6 +489,112 @@ def _uniform(sources: Sequence[set[int]]) -> Topology:
 
 def _circulant(n: int, distances: set[int]) -> Topology:
     return _uniform([{(rank - step) % n for step in distances} for rank in range(n)])
+
+
+_Shares: TypeAlias = dict[tuple[int, int], Fraction]
+
+
+def _weighted(n: int, shares: _Shares) -> Topology:
+    weights, kept = np.zeros((n, n)), [Fraction(1)] * n
+    for (one, other), share in shares.items():
+        weights[one, other] = float(share)
+        kept[other] -= share
+    np.fill_diagonal(weights, [float(share) for share in kept])
+    return Topology(weights)
+
+
+def _factors(n: int, most: int) -> list[int]:
+    """List factors up to `most` of the largest divisor of n that has such ones only."""
+    found = []
+    for factor in range(most, 1, -1):
+        while n % factor == 0:
+            found.append(factor)
+            n //= factor
+    return found
+
+
+def _hypercube(n: int, peers: int, first: int = 0) -> list[_Shares]:
+    """Average n workers from the first on, whose prime factors are at most peers + 1."""
+    rounds: list[_Shares] = []
+    stride = 1
+    for factor in _factors(n, peers + 1):
+        shares: _Shares = {}
+        for one in range(n):
+            digit = one // stride % factor
+            for step in range(1, factor):
+                other = one + ((digit + step) % factor - digit) * stride
+                shares[first + one, first + other] = Fraction(1, factor)
+        rounds.append(shares)
+        stride *= factor
+    return rounds
+
+
+def _simple_base(n: int, peers: int) -> list[_Shares]:
+    """Average by blocks of a (peers + 1)^p workers, for the digits a of n to this base.
+
+    Blocks average inside. Then, from the largest on, each gives its average to workers of smaller
+    blocks, weighted by sizes, so that each of its a parts has the average of all; parts average
+    inside.
+    """
+    blocks = _blocks(n, peers + 1)  # (first worker, digit, part size)
+    rounds = [list(_hypercube(digit * size, peers, first)) for first, digit, size in blocks]
+    inside = max(len(one) for one in rounds)
+    for place, (first, digit, size) in enumerate(blocks):
+        mine = rounds[place]
+        mine += [{}] * (inside - len(mine) + place)
+        if place == len(blocks) - 1:
+            break
+        mine.append(_given(first, digit, size, n))
+        parts = [_hypercube(size, peers, first + part * size) for part in range(digit)]
+        mine += [_joined(some) for some in zip(*parts, strict=True)]
+    return [_joined(some) for some in itertools.zip_longest(*rounds, fillvalue={})]
+
+
+def _joined(parts: Iterable[_Shares]) -> _Shares:
+    return dict(itertools.chain(*(one.items() for one in parts)))
+
+
+def _blocks(n: int, base: int) -> list[tuple[int, int, int]]:
+    """List the first worker, the digit and the power of each digit of n that is not 0."""
+    found, first, power = [], 0, max(_powers(n + 1, base))
+    while power:
+        digit = (n - first) // power
+        if digit:
+            found.append((first, digit, power))
+            first += digit * power
+        power //= base
+    return found
+
+
+def _given(first: int, digit: int, size: int, n: int) -> _Shares:
+    """Let each worker after a block exchange with one of each of its parts."""
+    after = first + digit * size
+    shares: _Shares = {}
+    share = Fraction(size, n - first)
+    for place, one in enumerate(range(after, n)):
+        for part in range(digit):
+            other = first + part * size + place
+            shares[one, other] = shares[other, one] = share
+    return shares
+
+
+def _random(n: int, seed: int, step: float) -> np.random.Generator:
+    _check_size(n)
+    if not 0 < step <= 1:
+        raise ValueError(f"step={step} must be above 0 and at most 1")
+    return np.random.default_rng(seed)
+
+
+def _distances(n: int, count: int, seed: int) -> list[int]:
+    if n == 1:
+        return [0] * count
+    return [int(one) for one in np.random.default_rng(seed).integers(1, n, count)]
+
+
+def _shifted(n: int, distance: int) -> Matrix:
+    """Return (n - 1)/n P^distance + I/n."""
+    shifted: Matrix = (n - 1) / n * np.roll(np.eye(n), distance, axis=1) + np.eye(n) / n
+    return shifted
 
 
 def _metropolis(edges: np.ndarray[Any, np.dtype[np.bool_]]) -> Topology:

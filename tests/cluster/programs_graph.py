@@ -338,6 +338,23 @@ def leaves_early() -> str:
     return "done"
 
 
+def base_rounds() -> int:
+    """Average exactly on the Base-2 graph; give the number of rounds."""
+    fastps.init()
+    rank, size = fastps.rank(), fastps.size()
+    x = array_of(rank, 1000, np.float64)
+    wanted = mean({one: array_of(one, 1000, np.float64) for one in range(size)}, [*range(size)])
+    graphs = topology.base_graphs(size)
+    for graph in graphs:
+        own, sources = graph.receive_weights(rank)
+        x = fastps.neighbor_allreduce(
+            x, self_weight=own, src_weights=sources, dst_weights=graph.out_neighbors(rank)
+        )
+    np.testing.assert_allclose(x, wanted, rtol=0, atol=1e-15)
+    fastps.shutdown()
+    return len(graphs)
+
+
 def exact() -> list[int]:
     """Average exactly in log2 n rounds of one peer each; give how many, for NumPy and windows."""
     fastps.init()

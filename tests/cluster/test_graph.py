@@ -27,6 +27,12 @@ def test_operations_equal_numpy(workers, way, servers):
     assert found == ["done"] * workers
 
 
+def test_twelve_workers_average_exactly_in_few_rounds():
+    environment = WAYS["memory"]
+    found = run_job(programs_graph.base_rounds, workers=12, servers=0, environment=environment)
+    assert found == [5] * 12
+
+
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
 def test_one_peer_averages_exactly_in_as_many_rounds_as_two_has_to_be_doubled(rounds):
     workers = 2**rounds
