@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -101,6 +101,106 @@ def inner_product(honest: Sequence[Array], *, scale: float = 0.5) -> Array:
     return _like(honest[0], -_positive(scale) * table.mean(axis=0))
 
 
+def sign_flip(honest: Sequence[Array]) -> Array:
+    """Return the opposite of the mean of honest updates, as long as it."""
+    return inner_product(honest, scale=1.0)
+
+
+def mimic(honest: Sequence[Array], first: Sequence[Array] | None = None) -> Array:
+    """Return the honest update that is farthest along the direction in which all differ most.
+
+    It is a right update, and gets more weight than others. first: updates of the first rounds or
+    round, from which the direction is learned; by default these. Karimireddy, He and Jaggi,
+    "Byzantine-robust learning on heterogeneous datasets via bucketing", ICLR 2022, section 3.2.
+    """
+    table, seen = _table(honest), _table(honest if first is None else first)
+    along = (table - seen.mean(axis=0)) @ _top_direction(seen)
+    return honest[int(np.argmax(np.abs(along)))].copy()
+
+
+def infinite(update: Array) -> Array:
+    """Return infinity in each element: rules must refuse the update as not finite."""
+    return _like(update, np.full(update.shape, np.inf))
+
+
+def best_factor(
+    made: Callable[[float], Array], damage: Callable[[Array], float], *, most: float = 10.0,
+    steps: int = 16,
+) -> Array:  # fmt: skip
+    """Return made(factor) of the factor from 0 to most that does the most damage.
+
+    Tries factors evenly, and as many again around the best of them. damage: of a candidate that
+    all liars send, for example how far the rule in use then is from the honest mean. Shejwalkar
+    and Houmansadr, "Manipulating the Byzantine", NDSS 2021, search in this way.
+    """
+    factors = np.linspace(most / steps, _positive(most), steps)
+    best = max(factors, key=lambda one: damage(made(float(one))))
+    close = np.linspace(max(best - most / steps, most / steps**2), best + most / steps, steps)
+    best = max([*close, best], key=lambda one: damage(made(float(one))))
+    return made(float(best))
+
+
+def optimal_alie(
+    honest: Sequence[Array], f: int, rule: Callable[[list[Array]], Array], *, most: float = 10.0
+) -> Array:
+    """Return ALIE's update with the deviation that leads a rule farthest from the honest mean.
+
+    f: liars, who all send it. rule: of all updates, the liars' last.
+    """
+    return best_factor(
+        lambda z: alie(honest, len(honest) + f, f, z=z), _damage(honest, f, rule), most=most
+    )
+
+
+def optimal_inner_product(
+    honest: Sequence[Array], f: int, rule: Callable[[list[Array]], Array], *, most: float = 10.0
+) -> Array:
+    """Return the honest mean times -scale, with the scale that leads a rule farthest from it."""
+    return best_factor(
+        lambda scale: inner_product(honest, scale=scale), _damage(honest, f, rule), most=most
+    )
+
+
+def min_max(honest: Sequence[Array], *, is_sum: bool = False) -> Array:
+    """Return mean - factor deviation, as far as no honest update is farther from another one.
+
+    The largest distance of the lie to an honest update is at most the largest between two honest
+    ones; is_sum: the sum of squares of its distances at most the largest such sum (min-sum). So no
+    rule by distances finds it. Shejwalkar and Houmansadr, "Manipulating the Byzantine", NDSS 2021.
+    """
+    table = _table(honest)
+    mean, deviation = table.mean(axis=0), table.std(axis=0)
+    gaps = ((table[:, None] - table[None]) ** 2).sum(axis=2)
+    measure = np.sum if is_sum else np.max
+    limit = measure(gaps, axis=1).max()
+
+    def is_hidden(factor: float) -> bool:
+        lie = mean - factor * deviation
+        return bool(measure(((table - lie) ** 2).sum(axis=1)) <= limit)
+
+    low, high = 0.0, 1.0
+    while is_hidden(high) and high < 1e6:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_hidden(middle) else (low, middle)
+    return _like(honest[0], mean - low * deviation)
+
+
+def spectral(honest: Sequence[Array], *, scale: float = 1.5) -> Array:
+    """Return mean + scale deviation along the direction in which honest updates differ most.
+
+    Against the mean, where the direction is not at a right angle to it. Liars hide in the honest
+    updates' own spread; after the spectral attack on graphs of Gaucher, Dieuleveut and Hendrikx,
+    "Unified breakdown analysis for Byzantine robust gossip", ICML 2025.
+    """
+    table = _table(honest)
+    mean, way = table.mean(axis=0), _top_direction(table)
+    deviation = ((table - mean) @ way).std()
+    sign = -1.0 if way.ravel() @ mean.ravel() > 0 else 1.0
+    return _like(honest[0], mean + sign * _positive(scale) * deviation * way)
+
+
 def dissensus(
     own: Array, honest: Sequence[Array], weights: Sequence[float], liars: float, *,
     epsilon: float = 1.0,
@@ -157,9 +257,29 @@ class Replayed:
         return [(number, updates), *old]
 
 
+def _table(updates: Sequence[Array]) -> Array:
+    table: Array = np.stack([np.ravel(one).astype(np.float64) for one in updates])
+    return table
+
+
+def _top_direction(table: Array) -> Array:
+    """Return the unit vector along which rows differ most; its largest element is above 0."""
+    way: Array = np.linalg.svd(table - table.mean(axis=0), full_matrices=False)[2][0]
+    return way * np.sign(way[np.argmax(np.abs(way))])
+
+
+def _damage(
+    honest: Sequence[Array], f: int, rule: Callable[[list[Array]], Array]
+) -> Callable[[Array], float]:
+    mean = _table(honest).mean(axis=0)
+    return lambda lie: float(
+        np.linalg.norm(np.ravel(rule([*honest, *[lie] * f])).astype(np.float64) - mean)
+    )
+
+
 def _like(update: Array, lie: Any) -> Array:
     made: Array = np.asarray(lie).astype(update.dtype)
-    return made
+    return made.reshape(update.shape)
 
 
 def _positive(scale: float) -> float:
