@@ -18,6 +18,7 @@ from setuptools.command.build_ext import build_ext
 MODULES = [
     "fastps._core",
     "fastps.native._floats",
+    "fastps.security._cipher",
     "fastps.reduce._partition",
     "fastps.transport._link",
     "fastps.transport.tcp._transport",

@@ -21,6 +21,7 @@ from fastps import config
 from fastps.config import versions
 from fastps.errors import FastPSError
 from fastps.launch import team
+from fastps.security import ciphers
 from fastps.session import current
 from fastps.transport import rdma, shm, sockets
 
@@ -105,6 +106,7 @@ def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()
     yield "RDMA", _rdma(settings)
+    yield "encryption", _encryption()
     yield "lockable memory", _memory_limit()
     yield "transport", f"FASTPS_TRANSPORT={settings.transport}: {_ways(settings)}"
 
@@ -151,6 +153,16 @@ def _rdma(settings: config.Config) -> str:
     why = rdma.try_out(settings)
     result = f"but it does not reach itself: {why}" if why else "it reaches itself"
     return f"{found.describe()}; {result}"
+
+
+def _encryption() -> str:
+    """Return which library and cipher there are, and how fast one thread is with it."""
+    try:
+        version = ciphers.load()
+    except FastPSError as error:
+        return f"cannot be used: {error}"
+    kind = ciphers.best_kind()
+    return f"{version}; {kind.label} at {ciphers.rate(kind) / 1e9:.1f} GB/s on one thread"
 
 
 def _memory_limit() -> str:
