@@ -6,6 +6,7 @@ Decides which cipher suits this machine; _cipher.pyx computes with the machine's
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import hashlib
@@ -16,7 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastps.security import _cipher
-from fastps.security._cipher import SECRET_BYTES, Opener, Sealer
+from fastps.security._cipher import (
+    SECRET_BYTES,
+    Opener,
+    Sealer,
+    public_key,
+    shared_secret,
+)
 
 CPU_TABLE = Path("/proc/cpuinfo")
 _FILES = ("libcrypto.so.4", "libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so")
@@ -79,6 +86,12 @@ def rate(kind: Kind) -> float:
     return _cipher.measure(kind)
 
 
+def wipe_bytes(secret: bytes) -> None:
+    """Overwrite a secret of more than one byte; shorter ones the interpreter shares."""
+    if len(secret) > 1:
+        ctypes.memset(id(secret) + bytes.__basicsize__ - 1, 0, len(secret))
+
+
 def derive(salt: bytes, secret: bytes, info: bytes, nbytes: int) -> bytes:
     """Return key material by HKDF with SHA-256 (RFC 5869); nbytes: at most 8160."""
     prk = hmac.digest(salt, secret, hashlib.sha256)
@@ -99,5 +112,8 @@ __all__ = [
     "derive",
     "has_aes",
     "load",
+    "public_key",
     "rate",
+    "shared_secret",
+    "wipe_bytes",
 ]

@@ -17,7 +17,18 @@ purpose, sender or lane, or reflected. A refusal of the token has no proof, only
 is a bit that either side may set: the union holds for the connection, and since the proofs cover
 both bytes, nobody between them can clear one. Decides which connections are accepted; never
 touches a socket or a clock: callers move the bytes and bound the time. An object serves one
-connection, on one thread. The handshake does not encrypt or authenticate what follows.
+connection, on one thread.
+
+Where the options of both ends ask for it, the handshake also agrees on keys, in the shape of
+Noise's NNpsk0 with the token's key as the pre-shared one. The client's proof is followed by an
+X25519 public key that it covers, and the server's last proof preceded by one:
+
+    keys = HKDF-SHA256(salt: key, secret: X25519, info: SHA-256 of all messages up to this key)
+
+One key for each direction, and one that replaces the token's in the last proof, which so shows
+that both have the same. Each connection has new private keys, so who learns the token later can
+open none that was recorded. The server computes only for a client that has proven the token.
+Without these options nothing that follows a handshake is encrypted or authenticated.
 """
 
 from __future__ import annotations
@@ -31,6 +42,8 @@ from collections.abc import Callable, Collection, Generator
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from fastps.errors import AuthError, ProtocolError, TransportError
+from fastps.security import ciphers
+from fastps.security.ciphers import SECRET_BYTES, Kind, Sealing
 
 Result = TypeVar("Result")
 # One side of a handshake: yields bytes to send and the number of bytes to read next, and is sent
@@ -42,19 +55,24 @@ MAGIC = b"FPSH"
 PROTOCOL_VERSION = 3  # the same as in transport/frame.pxd; a test compares them
 NONCE_BYTES = 16
 PROOF_BYTES = 32
+PUBLIC_BYTES = 32  # of an X25519 key
 
 _HELLO = struct.Struct("<4sHBBII16s")
 _CHALLENGE = struct.Struct("<4sHBB16s32s")
-_ACCEPT = struct.Struct("<4sHBx32s")
+_ACCEPT_HEAD = struct.Struct("<4sHBx")
 HELLO_BYTES = _HELLO.size
 CHALLENGE_BYTES = _CHALLENGE.size
-ACCEPT_BYTES = _ACCEPT.size
+ACCEPT_BYTES = _ACCEPT_HEAD.size + PROOF_BYTES  # and a public key before the proof
 
 _TOKEN_ADVICE = "set the same FASTPS_TOKEN or FASTPS_TOKEN_FILE and FASTPS_JOB_ID everywhere"
 
 
 class NoPlaceError(TransportError):
     """The server knows the token and refuses this connection, whatever its transport."""
+
+
+class EncryptionError(ProtocolError):
+    """The two ends are set to encrypt differently, or one of them cannot."""
 
 
 class Purpose(enum.IntEnum):
@@ -68,10 +86,29 @@ class Purpose(enum.IntEnum):
 
 
 class Option(enum.IntFlag):
-    """What holds for a connection if either side wants it."""
+    """What a side says of a connection.
+
+    AUTO, INTEGRITY and ON are modes of encryption, of which a side sets one, or none: off. Both
+    sides have to set the same.
+    """
 
     NONE = 0
-    CHECK_PAYLOADS = 1  # frames carry a checksum of their payloads
+    CHECK_PAYLOADS = 1  # frames carry a checksum of their payloads, if either side wants it
+    AUTO = 2  # encrypt if either side sees the connection leave its machine
+    INTEGRITY = 4  # authenticate, and encrypt nothing
+    ON = 8
+    LEAVES = 16  # this side sees it leave its machine
+    NO_LIBRARY = 32  # this side has none to encrypt with
+    NO_AES = 64  # this side's processor has no instructions for AES
+
+    @property
+    def mode(self) -> str:
+        """Return the mode of encryption, as the setting has it."""
+        found = [one.name.lower() for one in _MODES if one in self and one.name]
+        return " and ".join(found) or "off"
+
+
+_MODES = (Option.AUTO, Option.INTEGRITY, Option.ON)
 
 
 class Status(enum.IntEnum):
@@ -82,6 +119,7 @@ class Status(enum.IntEnum):
     WRONG_TOKEN = 2
     WRONG_PURPOSE = 3
     NO_PLACE = 4
+    WRONG_MODE = 5
 
 
 class Claim(NamedTuple):
@@ -110,10 +148,58 @@ def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
     return hmac.digest(token, message, "sha256")
 
 
+def agree(ours: Option, theirs: Option) -> tuple[Kind, bool] | None:
+    """Return the cipher of a connection and whether it hides payloads; None: do not seal it.
+
+    Both sides return the same. Raises EncryptionError where their modes differ, or where one that
+    has to encrypt cannot.
+    """
+    if ours.mode != theirs.mode:
+        raise EncryptionError(
+            f"FASTPS_ENCRYPT is {ours.mode} here and {theirs.mode} at the peer; set the same on "
+            "all machines"
+        )
+    union = ours | theirs
+    if ours.mode == "off":
+        return None
+    if Option.AUTO in ours and (Option.LEAVES not in union or Option.NO_LIBRARY in union):
+        return None
+    if Option.NO_LIBRARY in union:
+        where = "this machine" if Option.NO_LIBRARY in ours else "the peer's machine"
+        raise EncryptionError(
+            f"FASTPS_ENCRYPT={ours.mode} needs libcrypto, and {where} has none; install OpenSSL "
+            "there (`fastps doctor` shows what it finds)"
+        )
+    kind = Kind.CHACHA20_POLY1305 if Option.NO_AES in union else Kind.AES_128_GCM
+    return kind, Option.INTEGRITY not in ours
+
+
+class _Exchange:
+    """One side's part in agreeing on the keys of a connection."""
+
+    def __init__(self, suite: tuple[Kind, bool], random_bytes: Callable[[int], bytes]) -> None:
+        self._suite = suite
+        ciphers.load()
+        self._private = random_bytes(PUBLIC_BYTES)
+        self.public = ciphers.public_key(self._private)
+
+    def keys(self, key: bytes, theirs: bytes, messages: bytes) -> tuple[bytes, bytes, bytes]:
+        """Return the secrets of client and server and the key of the last proof. Called once."""
+        secret = ciphers.shared_secret(self._private, theirs)
+        kind, hides = self._suite
+        info = b"fastps sealing" + bytes([kind, hides]) + hashlib.sha256(messages).digest()
+        found = ciphers.derive(key, secret, info, 2 * SECRET_BYTES + PROOF_BYTES)
+        for used in (self._private, secret):
+            ciphers.wipe_bytes(used)
+        rest = found[2 * SECRET_BYTES :]
+        return found[:SECRET_BYTES], found[SECRET_BYTES : 2 * SECRET_BYTES], rest
+
+
 class ClientHandshake:
     """Lead the connecting side through one handshake: `hello`, `answer`, `finish`, or `steps`.
 
-    options: those that this side wants; after `answer`, those that hold.
+    options: those that this side wants; after `answer`, those that hold. sealing: the keys of the
+    connection after `finish`, if it is sealed.
     """
 
     def __init__(
@@ -127,7 +213,11 @@ class ClientHandshake:
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         self._key = key
-        self.options = options
+        self.options = self._own = options
+        self._random_bytes = random_bytes
+        self._suite: tuple[Kind, bool] | None = None
+        self._exchange: _Exchange | None = None
+        self.sealing: Sealing | None = None
         nonce = random_bytes(NONCE_BYTES)
         self._hello = _HELLO.pack(
             MAGIC, PROTOCOL_VERSION, Purpose(purpose), options, sender, lane, nonce
@@ -144,37 +234,63 @@ class ClientHandshake:
         """Check the server's challenge and return the proof to send.
 
         Raises AuthError when the server does not know the key, ProtocolError when it speaks
-        another version or another protocol. The caller then closes the connection.
+        another version or another protocol, EncryptionError when it encrypts otherwise. The caller
+        then closes the connection.
         """
         self._step = _advance(self._step, "answer", "finish")
         _check_length(challenge, CHALLENGE_BYTES, "challenge")
         magic, version, status, options, _, proof = _CHALLENGE.unpack(challenge)
         _check_head(magic, version)
+        if status == Status.WRONG_MODE:
+            agree(self._own, Option(options))
         _check_status(status)
         expected = _prove(self._key, b"server", self._hello, challenge[:-PROOF_BYTES])
         if not hmac.compare_digest(proof, expected):
             raise AuthError(f"the peer does not know the job token; {_TOKEN_ADVICE}")
         self.options |= Option(options)
-        proof = _prove(self._key, b"client", self._hello, challenge)
-        self._answered = challenge + proof
-        return proof
+        self._suite = agree(self._own, Option(options))
+        public = b""
+        if self._suite is not None:
+            self._exchange = _Exchange(self._suite, self._random_bytes)
+            public = self._exchange.public
+        proof = _prove(self._key, b"client", self._hello, challenge + public)
+        self._answered = challenge + proof + public
+        return proof + public
+
+    @property
+    def accept_nbytes(self) -> int:
+        """How many bytes the server's last message has, after `answer`."""
+        return ACCEPT_BYTES + (0 if self._suite is None else PUBLIC_BYTES)
 
     def finish(self, accept: bytes) -> None:
         """Check the server's last message. Raises AuthError for a refusal, or without proof."""
         self._step = _advance(self._step, "finish", "done")
-        _check_length(accept, ACCEPT_BYTES, "accept")
-        magic, version, status, proof = _ACCEPT.unpack(accept)
+        _check_length(accept, self.accept_nbytes, "accept")
+        head, proof = accept[:-PROOF_BYTES], accept[-PROOF_BYTES:]
+        magic, version, status = _ACCEPT_HEAD.unpack_from(head)
         _check_head(magic, version)
         if status in (Status.OK, Status.NO_PLACE):
-            rest = self._answered + accept[:-PROOF_BYTES]
-            if not hmac.compare_digest(proof, _prove(self._key, b"accept", self._hello, rest)):
+            key = self._key if self._exchange is None else self._take_keys(head)
+            rest = self._answered + head
+            if not hmac.compare_digest(proof, _prove(key, b"accept", self._hello, rest)):
+                self.sealing = None
                 raise AuthError(f"the peer's last message is not proven; {_TOKEN_ADVICE}")
         _check_status(status)
+
+    def _take_keys(self, head: bytes) -> bytes:
+        """Compute the keys of the connection; return that of the last proof."""
+        assert self._exchange is not None
+        assert self._suite is not None
+        theirs = head[_ACCEPT_HEAD.size :]
+        messages = self._hello + self._answered + theirs
+        own, other, last = self._exchange.keys(self._key, theirs, messages)
+        self.sealing = Sealing(*self._suite, own, other)
+        return last
 
     def steps(self) -> Steps[None]:
         """Take all steps in their order."""
         challenge = yield self.hello(), CHALLENGE_BYTES
-        accept = yield self.answer(challenge), ACCEPT_BYTES
+        accept = yield self.answer(challenge), self.accept_nbytes
         self.finish(accept)
 
 
@@ -186,7 +302,7 @@ class ServerHandshake:
     it is empty where the client does not look like fastps, so that a port scanner learns nothing.
     `purpose`, `sender`, `lane` and `options`, which are those of both sides then, are proven only
     after `accept`; from then on `refusal` tells a client that knows the token that there is no
-    place for its connection.
+    place for its connection, and `sealing` has the keys of the connection, if it is sealed.
     """
 
     def __init__(
@@ -199,11 +315,13 @@ class ServerHandshake:
     ) -> None:
         self._key = key
         self.options = options
+        self._suite: tuple[Kind, bool] | None = None
+        self.sealing: Sealing | None = None
+        self._last_key = self._public = b""  # of the last proof, and what stands before that
         self._claim = Claim(b"")
         self._purposes = purposes
         self._random_bytes = random_bytes
         self._step = "challenge"
-        self._expected = b""
         self._hello = self._challenge = b""
         self.refusal = b""
         self.purpose = Purpose.CONTROL
@@ -213,7 +331,8 @@ class ServerHandshake:
     def challenge(self, hello: bytes) -> bytes:
         """Check a hello and return the challenge to send; empty: call again, a little later.
 
-        Raises ProtocolError for another version, another purpose or garbage.
+        Raises ProtocolError for another version, another purpose or garbage, EncryptionError for
+        another way to encrypt.
         """
         self._step = _advance(self._step, "challenge", "accept")
         _check_length(hello, HELLO_BYTES, "hello")
@@ -228,6 +347,8 @@ class ServerHandshake:
                 "and port"
             )
         self.purpose, self.sender, self.lane = Purpose(purpose), sender, lane
+        self.refusal = _challenge_refusal(Status.WRONG_MODE, self.options)
+        self._suite = agree(self.options, Option(options))
         self.refusal = _challenge_refusal(Status.WRONG_TOKEN)
         if isinstance(self._key, bytes):
             self._claim = Claim(self._key)
@@ -243,43 +364,64 @@ class ServerHandshake:
         head = own[:-PROOF_BYTES]
         self.options |= Option(options)
         challenge = head + _prove(self._claim.key, b"server", hello, head)
-        self._expected = _prove(self._claim.key, b"client", hello, challenge)
         self._hello, self._challenge = hello, challenge
         return challenge
 
-    def accept(self, proof: bytes) -> bytes:
+    @property
+    def answer_nbytes(self) -> int:
+        """How many bytes the client's proof has, after `challenge`."""
+        return PROOF_BYTES + (0 if self._suite is None else PUBLIC_BYTES)
+
+    def accept(self, answer: bytes) -> bytes:
         """Check the client's proof and return the last message. Raises AuthError.
 
         May be called once: a second guess needs a new connection.
         """
         self._step = _advance(self._step, "accept", "done")
-        if not hmac.compare_digest(proof, self._expected):
-            self.refusal = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, Status.WRONG_TOKEN, b"")
+        proof, public = answer[:PROOF_BYTES], answer[PROOF_BYTES:]
+        expected = _prove(self._claim.key, b"client", self._hello, self._challenge + public)
+        is_whole = len(answer) == self.answer_nbytes
+        if not hmac.compare_digest(proof, expected) or not is_whole:
+            head = _ACCEPT_HEAD.pack(MAGIC, PROTOCOL_VERSION, Status.WRONG_TOKEN)
+            self.refusal = head + bytes(self.answer_nbytes)
             raise AuthError(self._claim.unproven)
-        self.refusal = self._last(Status.NO_PLACE, proof)
-        return self._last(Status.OK, proof)
+        self._last_key = self._claim.key
+        if self._suite is not None:
+            self._make_keys(self._suite, answer)
+        self.refusal = self._last(Status.NO_PLACE, answer)
+        return self._last(Status.OK, answer)
 
-    def _last(self, status: Status, proof: bytes) -> bytes:
-        head = _ACCEPT.pack(MAGIC, PROTOCOL_VERSION, status, b"")[:-PROOF_BYTES]
-        rest = self._challenge + proof + head
-        return head + _prove(self._claim.key, b"accept", self._hello, rest)
+    def _make_keys(self, suite: tuple[Kind, bool], answer: bytes) -> None:
+        exchange = _Exchange(suite, self._random_bytes)
+        self._public = exchange.public
+        messages = self._hello + self._challenge + answer + self._public
+        other, own, self._last_key = exchange.keys(self._claim.key, answer[PROOF_BYTES:], messages)
+        self.sealing = Sealing(*suite, own, other)
+
+    def _last(self, status: Status, answer: bytes) -> bytes:
+        head = _ACCEPT_HEAD.pack(MAGIC, PROTOCOL_VERSION, status) + self._public
+        rest = self._challenge + answer + head
+        return head + _prove(self._last_key, b"accept", self._hello, rest)
 
     def steps(self) -> Steps[bytes]:
         """Take all steps in their order; return the last message, still to be sent."""
         hello = yield b"", HELLO_BYTES
         while not (challenge := self.challenge(hello)):
             yield b"", 0
-        proof = yield challenge, PROOF_BYTES
-        return self.accept(proof)
+        answer = yield challenge, self.answer_nbytes
+        return self.accept(answer)
 
 
 def _prove(key: bytes, direction: bytes, hello: bytes, rest: bytes) -> bytes:
-    """Return the proof of one direction; all parts have fixed sizes, so joining is unambiguous."""
+    """Return the proof of one direction.
+
+    Sizes of all parts are fixed, or follow from earlier parts: joining them is unambiguous.
+    """
     return hmac.digest(key, direction + hello + rest, hashlib.sha256)
 
 
-def _challenge_refusal(status: Status) -> bytes:
-    return _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, status, 0, b"", b"")
+def _challenge_refusal(status: Status, options: Option = Option.NONE) -> bytes:
+    return _CHALLENGE.pack(MAGIC, PROTOCOL_VERSION, status, options, b"", b"")
 
 
 def _advance(step: str, expected: str, following: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fastps.errors import AuthError, ConfigError, ProtocolError
+from fastps.security.ciphers import wipe_bytes
 from fastps.security.handshake import PROOF_BYTES, derive_key
 
 ROLES = ("worker", "server", "validator")  # from 1 on in a handshake's lane; 0: the job's token
@@ -109,12 +110,6 @@ def wipe(token: Token, keys: Keys | None) -> None:
     """
     for secret in (token.secret, *(() if keys is None else (keys.memory, *keys.held))):
         wipe_bytes(secret)
-
-
-def wipe_bytes(secret: bytes) -> None:
-    """Overwrite a secret of more than one byte; shorter ones the interpreter shares."""
-    if len(secret) > 1:
-        ctypes.memset(id(secret) + bytes.__basicsize__ - 1, 0, len(secret))
 
 
 def wipe_text(secret: str) -> None:
