@@ -38,6 +38,7 @@ from fastps._core import Pulse
 from fastps.config import Config
 from fastps.control.blame import pulse_s, unheard_text
 from fastps.control.dial import Notice, dial, dial_control, token_of
+from fastps.control.frames import ControlSocket
 from fastps.control.identity import host_id, machine_name
 from fastps.control.local_thread import BEATS, stat_of
 from fastps.control.probe import PULSE_PAYLOAD, listen_for_probes, probe
@@ -82,7 +83,6 @@ from fastps.control.protocol import (
     Unheard,
     ViewLost,
     Waiting,
-    body_nbytes,
     check_name,
     failure_of,
     pack_to_scheduler,
@@ -186,13 +186,14 @@ class ControlClient:
     def __init__(
         self,
         config: Config,
-        sock: socket.socket,
+        control: ControlSocket,
         token: Token,
         on_event: Callable[[Event], None],
     ) -> None:
         """Take over an authenticated connection; use connect() instead."""
         self._config = config
-        self._sock = sock
+        self._sock = sock = control.sock
+        self._frames = control.frames  # sealed under _send_lock, opened by the reader thread
         self._on_event = on_event
         self._pid = os.getpid()
         self._send_lock = threading.Lock()  # one frame at a time; taken alone
@@ -250,8 +251,8 @@ class ControlClient:
         deadline = time.monotonic() + config.start_timeout_s
         token = token_of(config)
         with Notice(config, deadline) as notice:
-            sock = dial_control(config, token, deadline=deadline, notice=notice)
-        client = cls(config, sock, token, on_event)
+            control = dial_control(config, token, deadline=deadline, notice=notice)
+        client = cls(config, control, token, on_event)
         try:
             machine = machine or machine_name(config, is_shared=True)
             join = client._make_join(
@@ -652,7 +653,7 @@ class ControlClient:
     def _write_locked(self, frame: bytearray, deadline: float) -> None:
         """Write to the socket; a failure ends the connection, which the reader reports."""
         try:
-            sockets.write_all(self._sock, frame, deadline=deadline)
+            sockets.write_all(self._sock, self._frames.seal(frame), deadline=deadline)
         except OSError as error:
             self._write_failure = f"cannot send to it: {error.strerror or error}"
             with contextlib.suppress(OSError):
@@ -666,7 +667,7 @@ class ControlClient:
                 body = self._read_body()
                 if body is None:
                     break
-                self._take(unpack_to_member(bytes(body)))
+                self._take(unpack_to_member(body))
             cause = self._write_failure or "it closed the connection: it ended or was killed"
         except ProtocolError as error:
             cause = str(error)
@@ -691,13 +692,15 @@ class ControlClient:
             except Exception:
                 log.exception("the stall watch failed")
 
-    def _read_body(self) -> bytes | bytearray | None:
+    def _read_body(self) -> bytes | None:
         if self._config.stall_watch_s:
             self._watch_until_readable()
         prefix = sockets.read_blocking(self._sock, LENGTH.size)
         if not prefix:
             return None
-        return sockets.read_blocking(self._sock, body_nbytes(bytes(prefix))) or None
+        prefix = bytes(prefix)
+        rest = sockets.read_blocking(self._sock, self._frames.rest_nbytes(prefix))
+        return self._frames.open(prefix, bytes(rest)) if rest else None
 
     def _take(self, message: Answer | Event) -> None:
         self._is_silent = False
@@ -797,6 +800,7 @@ class ControlClient:
         self._probes.close()
         with contextlib.suppress(OSError):
             os.close(self._sock.detach())
+        self._frames.wipe()
         wipe(self._token, getattr(self, "keys", None))
         wipe_text(self._config.token)
 

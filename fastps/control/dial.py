@@ -9,12 +9,16 @@ the thread of connect(); every step ends at the deadline.
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeAlias
 
 from fastps.config import Config
+from fastps.control.frames import ControlSocket
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
 from fastps.security.handshake import ClientHandshake, Purpose
 from fastps.security.tokens import CONTROL, Token, parse
@@ -25,6 +29,7 @@ log = logging.getLogger(__name__)
 NOTICE_S = 1.5  # before a process says that it waits for its scheduler
 ANSWER_S = 4.0  # in addition, where the port is open
 _NAME_S = 1.0  # to resolve a name for the text of an error
+_Shake: TypeAlias = Callable[..., ClientHandshake]  # makes the handshake of a connection
 
 
 class Notice:
@@ -74,13 +79,21 @@ def dial(
     lane: int = 0,
     notice: Notice | None = None,
 ) -> socket.socket:
-    """Return an authenticated connection to the scheduler.
+    """Return an authenticated connection to the scheduler, for bytes that are not sealed.
 
     sender, lane: of a member's own token, its rank and Token.lane. notice: says what is awaited.
 
     Raises ConfigError (no address, unknown host), AuthError and ProtocolError at once,
     TransportTimeout when the scheduler could not be reached before the deadline.
     """
+    shake = functools.partial(ClientHandshake, key, purpose=purpose, sender=sender, lane=lane)
+    return _dial(config, shake, deadline, notice)[0]
+
+
+def _dial(
+    config: Config, shake: _Shake, deadline: float, notice: Notice | None
+) -> tuple[socket.socket, ClientHandshake]:
+    """Connect and authenticate; see dial()."""
     if not config.scheduler_host or not config.scheduler_port:
         raise ConfigError(
             "the address of the scheduler is not set; start with fastps-run, or set "
@@ -91,8 +104,7 @@ def dial(
     last = ""
     for _ in sockets.attempts(deadline):
         try:
-            handshake = ClientHandshake(key, purpose=purpose, sender=sender, lane=lane)
-            return _dial_once(config, handshake, deadline, notice)
+            return _dial_once(config, shake, deadline, notice)
         except socket.gaierror as error:
             last = f"unknown host ({error.strerror})"
             if time.monotonic() >= name_deadline:
@@ -107,12 +119,14 @@ def dial(
 
 def dial_control(
     config: Config, token: Token, *, deadline: float, notice: Notice | None = None
-) -> socket.socket:
+) -> ControlSocket:
     """Return a control connection of the member that the token identifies; see dial()."""
-    return dial(
-        config, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL, sender=token.rank,
-        lane=token.lane, deadline=deadline, notice=notice,
+    shake = functools.partial(
+        ClientHandshake, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL,
+        sender=token.rank, lane=token.lane,
     )  # fmt: skip
+    sock, handshake = _dial(config, shake, deadline, notice)
+    return ControlSocket(sock, handshake.sealing)
 
 
 def token_of(config: Config) -> Token:
@@ -137,13 +151,14 @@ def wait_for_name(config: Config) -> None:
 
 
 def _dial_once(
-    config: Config, handshake: ClientHandshake, deadline: float, notice: Notice | None
-) -> socket.socket:
+    config: Config, shake: _Shake, deadline: float, notice: Notice | None
+) -> tuple[socket.socket, ClientHandshake]:
     now = time.monotonic()
     sock = _connect(config, min(deadline, now + config.connect_timeout_s))
     if notice is not None:
         notice.connected()
     try:
+        handshake = shake()
         limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
         sockets.shake_hands(sock, handshake.steps(), deadline=limit)
     except FastPSError as error:
@@ -152,7 +167,7 @@ def _dial_once(
     except BaseException:
         sock.close()
         raise
-    return sock
+    return sock, handshake
 
 
 def _connect(config: Config, deadline: float) -> socket.socket:

@@ -31,13 +31,13 @@ from fastps.config import Config
 from fastps.control.acknowledged import is_unacknowledged
 from fastps.control.actions import Action, Close, Finish, Note, Phase, Send
 from fastps.control.blame import broke_text, pulse_s
+from fastps.control.frames import FrameReader, FrameWriter, open_frames
 from fastps.control.identity import host_id
 from fastps.control.local_thread import PULSE, state_of
 from fastps.control.membership import LAUNCHER, Membership
 from fastps.control.printable import cleaned
 from fastps.control.probe import PULSE_PAYLOAD, sender_to
 from fastps.control.protocol import (
-    LENGTH,
     MAX_FRAME_BYTES,
     Absent,
     Attend,
@@ -52,7 +52,6 @@ from fastps.control.protocol import (
     Tell,
     ToMember,
     ToScheduler,
-    body_nbytes,
     pack,
     unpack_to_scheduler,
 )
@@ -129,11 +128,11 @@ class Scheduler:
         self._tokens: dict[int, Token] = {}  # that members have proven to have, by peer
         self._next_peer = 1
         self._has_launcher_ended = False  # any process, or is about to
-        self._controls: dict[int, asyncio.StreamWriter] = {}
-        self._pulses: dict[int, asyncio.StreamWriter] = {}
+        self._controls: dict[int, FrameWriter] = {}
+        self._pulses: dict[int, FrameWriter] = {}
         self._beats: Beats  # to members, while run() lasts
         self._beaten: dict[int, list[int]] = {}  # numbers of sockets in _beats, by peer
-        self._launchers: set[asyncio.StreamWriter] = set()  # that are sent the first cause
+        self._launchers: set[FrameWriter] = set()  # that are sent the first cause
         self._has_told_launchers = False
         self._connections: set[asyncio.Task[None]] = set()
         self._n_connections: Counter[str] = Counter()  # of each process that has its own token
@@ -183,6 +182,8 @@ class Scheduler:
         for token in (self._token, *self._tokens.values()):
             wipe(token, None)
         writers = [*self._controls.values(), *self._pulses.values(), *self._launchers]
+        for one in writers:
+            one.frames.wipe()
         served = [writer.get_extra_info("socket") for writer in writers]
         nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for sock in (*self._listeners, *served):
@@ -267,7 +268,7 @@ class Scheduler:
         """Accept and serve a member, whose Join must come within the time of its handshake."""
         if not sockets.is_unix(sock):
             sockets.tune(sock, self._config.tcp_user_timeout_s)
-        reader, writer = await asyncio.open_connection(sock=sock.dup(), limit=READ_LIMIT_BYTES)
+        reader, writer = await open_frames(sock.dup(), handshake.sealing, limit=READ_LIMIT_BYTES)
         try:
             writer.write(accept)
             handshake.refusal = b""  # from now on errors are messages
@@ -301,9 +302,7 @@ class Scheduler:
                  else whose(self._token, lane, sender))  # fmt: skip
         return Claim(token.key(CONTROL, self._config.job_id), token.who if token.is_own else "")
 
-    def _is_its_own(
-        self, join: Join | Absent | Attend, token: Token, writer: asyncio.StreamWriter
-    ) -> bool:
+    def _is_its_own(self, join: Join | Absent | Attend, token: Token, writer: FrameWriter) -> bool:
         """Return whether a member joins with the role and rank of its token; else refuse it."""
         if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
             return True
@@ -313,10 +312,10 @@ class Scheduler:
         self._gate.refuse("another's place", host, text)
         if isinstance(join, Join):
             cure = "set FASTPS_ROLE and FASTPS_RANK to what FASTPS_TOKEN_FILE is for"
-            writer.write(pack(Failed(join.request, "config", f"{text}; {cure}")))
+            writer.write_frame(pack(Failed(join.request, "config", f"{text}; {cure}")))
         return False
 
-    async def _read_join(self, reader: asyncio.StreamReader) -> Join | Absent | Attend:
+    async def _read_join(self, reader: FrameReader) -> Join | Absent | Attend:
         message = await _read_message(reader)
         if not isinstance(message, Join | Absent | Attend):
             raise ProtocolError(
@@ -331,8 +330,8 @@ class Scheduler:
         sender: int,
         token: Token,
         join: Join | Absent | Attend | None,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        reader: FrameReader,
+        writer: FrameWriter,
     ) -> None:
         try:
             if join is None:
@@ -350,8 +349,8 @@ class Scheduler:
         self,
         token: Token,
         join: Join,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
+        reader: FrameReader,
+        writer: FrameWriter,
     ) -> None:
         peer, self._next_peer = self._next_peer, self._next_peer + 1
         self._controls[peer] = writer
@@ -392,14 +391,12 @@ class Scheduler:
         sizes = [one.transport.get_write_buffer_size() for one in writers if not one.is_closing()]
         return sum(nbytes for nbytes in sizes if nbytes > MAX_FRAME_BYTES)
 
-    async def _serve_launcher(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve_launcher(self, reader: FrameReader, writer: FrameWriter) -> None:
         """Send a launcher of another machine the first cause, and when its processes are out."""
         self._launchers.add(writer)
         try:
             if self.first_cause is not None:
-                writer.write(pack(self.first_cause))
+                writer.write_frame(pack(self.first_cause))
             async for message in _messages(reader):
                 if not isinstance(message, AwaitEnds):
                     raise ProtocolError(f"a launcher may not send {type(message).__name__}")
@@ -407,15 +404,13 @@ class Scheduler:
                 while places & {(role, rank) for _, role, rank in self.membership.members()}:
                     await asyncio.sleep(LOOK_S)
                 if self.first_cause is None:
-                    writer.write(pack(Done(message.request)))
+                    writer.write_frame(pack(Done(message.request)))
         except (OSError, ProtocolError) as error:
             log.debug("the connection of a launcher ended: %s", error)
         finally:
             self._launchers.discard(writer)
 
-    async def _serve_pulse(
-        self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    async def _serve_pulse(self, peer: int, reader: FrameReader, writer: FrameWriter) -> None:
         """Renew a lease at every byte; the member's control connection must be open already."""
         if peer in self._pulses or not self.membership.pulse(peer, self._loop.time()):
             host, *_ = writer.get_extra_info("peername") or ("unknown",)
@@ -449,7 +444,7 @@ class Scheduler:
         if self.first_cause is not None and not self._has_told_launchers:
             self._has_told_launchers = True
             for writer in self._launchers:
-                writer.write(pack(self.first_cause))
+                writer.write_frame(pack(self.first_cause))
         if not self._is_timer_due:  # after the answers, which somebody waits for
             self._is_timer_due = True
             self._loop.call_soon(self._set_timer)
@@ -463,7 +458,7 @@ class Scheduler:
             transport.abort()
             return
         try:
-            writer.write(pack(self._sealed(action)))
+            writer.write_frame(pack(self._sealed(action)))
         except ProtocolError:
             log.exception("a message to peer %d is too large", action.peer)
             transport.abort()
@@ -623,16 +618,15 @@ def _job_token(config: Config) -> Token:
     return token
 
 
-async def _read_message(reader: asyncio.StreamReader) -> ToScheduler | Malformed:
+async def _read_message(reader: FrameReader) -> ToScheduler | Malformed:
     try:
-        prefix = await reader.readexactly(LENGTH.size)
-        return cleaned(unpack_to_scheduler(await reader.readexactly(body_nbytes(prefix))))
+        return cleaned(unpack_to_scheduler(await reader.read_body()))
     except asyncio.IncompleteReadError as error:
         raise _NotRead from error
 
 
 async def _messages(
-    reader: asyncio.StreamReader,
+    reader: FrameReader,
 ) -> AsyncIterator[ToScheduler | Malformed]:
     """Read messages until the connection ends."""
     with contextlib.suppress(_NotRead):

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fastps.config import Config, load
 from fastps.control.dial import dial_control
+from fastps.control.frames import ControlSocket
 from fastps.control.protocol import (
     LENGTH,
     Absent,
@@ -31,7 +32,6 @@ from fastps.control.protocol import (
     AwaitEnds,
     PeerLost,
     ToMember,
-    body_nbytes,
     pack_to_scheduler,
     text_of,
     unpack_to_member,
@@ -95,9 +95,10 @@ class Messenger:
         """Report to another machine; a scheduler out of reach has ended, or waits in vain."""
         with contextlib.suppress(FastPSError, OSError):
             token = parse(settings.token_bytes(), message.role, message.rank)
-            with dial_control(settings, token, deadline=time.monotonic() + REPORT_S) as sock:
-                sock.settimeout(REPORT_S)
-                sock.sendall(pack_to_scheduler(message))
+            until = time.monotonic() + REPORT_S
+            with dial_control(settings, token, deadline=until) as control:
+                control.sock.settimeout(REPORT_S)
+                control.send(pack_to_scheduler(message))
 
     def close(self) -> None:
         """Wait until all reports are sent, up to REPORT_S, unless the scheduler needs none."""
@@ -117,7 +118,7 @@ class CauseListener:
         self.first_cause: PeerLost | None = None
         self._settings, self._place = settings, place
         self._answered = threading.Event()
-        self._sock: socket.socket | None = None
+        self._control: ControlSocket | None = None  # once the first frame is sent
         self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)
         self._thread.start()
@@ -130,16 +131,16 @@ class CauseListener:
     def wait_ends(self, places: Sequence[Place], timeout_s: float) -> None:
         """Wait until the scheduler has seen these processes end, if it can be reached."""
         with contextlib.suppress(OSError, FastPSError):
-            if self._sock is not None and self.first_cause is None:
-                self._sock.sendall(pack_to_scheduler(AwaitEnds(1, tuple(places))))
+            if self._control is not None and self.first_cause is None:
+                self._control.send(pack_to_scheduler(AwaitEnds(1, tuple(places))))
                 self._answered.wait(timeout_s)
 
     def close(self) -> None:
         """End the connection. Blocks up to _JOIN_S."""
         self._is_closed = True
-        if self._sock is not None:
+        if self._control is not None:
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+                self._control.sock.shutdown(socket.SHUT_RDWR)
             self._thread.join(_JOIN_S)
 
     def _listen(self) -> None:
@@ -147,13 +148,13 @@ class CauseListener:
             settings, (role, rank) = self._settings, self._place
             token = parse(settings.token_bytes(), role, rank)
             until = time.monotonic() + settings.start_timeout_s
-            with dial_control(settings, token, deadline=until) as sock:
-                sock.settimeout(None)
-                sock.sendall(pack_to_scheduler(Attend(role, rank)))
-                self._sock = sock
+            with dial_control(settings, token, deadline=until) as control:
+                control.sock.settimeout(None)
+                control.send(pack_to_scheduler(Attend(role, rank)))
+                self._control = control
                 if self._is_closed:
                     return
-                for message in _messages(sock):
+                for message in _messages(control):
                     if isinstance(message, PeerLost):
                         self.first_cause = self.first_cause or message
                     self._answered.set()
@@ -163,7 +164,8 @@ class CauseListener:
             self._answered.set()
 
 
-def _messages(sock: socket.socket) -> Iterator[ToMember]:
-    with sock.makefile("rb") as stream:
+def _messages(control: ControlSocket) -> Iterator[ToMember]:
+    with control.sock.makefile("rb") as stream:
         while len(prefix := stream.read(LENGTH.size)) == LENGTH.size:
-            yield unpack_to_member(stream.read(body_nbytes(prefix)))
+            rest = stream.read(control.frames.rest_nbytes(prefix))
+            yield unpack_to_member(control.frames.open(prefix, rest))

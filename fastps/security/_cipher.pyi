@@ -5,6 +5,7 @@ from typing import Self, final
 from typing_extensions import disjoint_base
 
 SECRET_BYTES: int
+SEAL_BYTES: int
 OLDEST: int
 
 def load(candidates: Iterable[bytes]) -> str: ...

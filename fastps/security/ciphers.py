@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from fastps.security import _cipher
 from fastps.security._cipher import (
+    SEAL_BYTES,
     SECRET_BYTES,
     Opener,
     Sealer,
@@ -26,6 +27,7 @@ from fastps.security._cipher import (
 )
 
 CPU_TABLE = Path("/proc/cpuinfo")
+TAG_BYTES = SEAL_BYTES  # what sealing adds to a message
 _FILES = ("libcrypto.so.4", "libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so")
 
 
@@ -49,6 +51,11 @@ class Sealing(NamedTuple):
     hides: bool  # else payloads stay readable, and are only authenticated
     to_send: bytes
     to_receive: bytes
+
+    def wipe(self) -> None:
+        """Overwrite the keys, once both ciphers are made."""
+        wipe_bytes(self.to_send)
+        wipe_bytes(self.to_receive)
 
     def sealer(self) -> Sealer:
         """Return what seals the messages that this end sends; to be made once."""
@@ -104,6 +111,7 @@ def derive(salt: bytes, secret: bytes, info: bytes, nbytes: int) -> bytes:
 
 __all__ = [
     "SECRET_BYTES",
+    "TAG_BYTES",
     "Kind",
     "Opener",
     "Sealer",
