@@ -168,6 +168,7 @@ class DataPlane:
                 peer=sender,
                 lane=lane,
                 is_checked=connection.is_checked,
+                sealing=connection.sealing,
             )
         log.debug("worker %d is connected, lane %d", sender, lane)
 

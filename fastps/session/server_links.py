@@ -113,6 +113,7 @@ class Links:
             credit_bytes=credit_bytes,
             follows=not self._config.credit_bytes and credit_bytes == REMOTE_CREDIT_BYTES,
             is_checked=connection.is_checked,
+            sealing=connection.sealing,
         )
 
     def _dial(self, owner: int, lane: int, *, unix: str = "") -> Connection:

@@ -68,7 +68,7 @@ class Listener(GateThread):
     ) -> None:
         tune(sock, self._config)
         while True:
-            connection = Connection(os.dup(sock.fileno()), handshake.options)
+            connection = Connection(os.dup(sock.fileno()), handshake.options, handshake.sealing)
             try:
                 finish = self._admit[Purpose(handshake.purpose)](
                     connection, handshake.sender, handshake.lane

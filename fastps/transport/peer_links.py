@@ -405,6 +405,7 @@ class PeerLinks:
                 peer=peer,
                 credit_bytes=choose_credit(connection.descriptor, self._config),
                 is_checked=connection.is_checked,
+                sealing=connection.sealing,
             )
         elif not self._adopt_by_rdma(connection.descriptor, peer, greets_first=greets_first):
             return

@@ -235,7 +235,7 @@ def test_a_damaged_payload_is_named(transport):
     at = len(stream) - 500
     delivered, ended = End(transport).feed(Change("flip", at, 3).of(stream))
     assert (delivered, ended) == ([b"first"], PEER_LOST)
-    assert transport.damage_of(0) == (FrameKind.PUSH, 2 << 16 | 3, 7, 0, 1000)
+    assert transport.damage_of(0) == (FrameKind.PUSH, 2 << 16 | 3, 7, 0, 1000, False)
     assert transport.damage_of(1) is None
     transport.forget_damages()
     assert transport.damage_of(0) is None

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from fastps.config import Config
 from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError, TransportTimeout
+from fastps.security.ciphers import Sealing
 from fastps.security.handshake import ClientHandshake, NoPlaceError, Option, Purpose
 from fastps.transport import sockets
 
@@ -38,6 +39,7 @@ class Connection(NamedTuple):
 
     descriptor: int  # non-blocking
     options: Option  # that hold for it
+    sealing: Sealing | None = None  # the keys that both ends agreed on, for TcpTransport.adopt()
 
     @property
     def is_checked(self) -> bool:
@@ -184,7 +186,7 @@ def _introduce(
     except OSError as error:
         sock.close()
         raise _TurnedAway(f"{where} closed the connection: {error}") from error
-    return Connection(sock.detach(), handshake.options)
+    return Connection(sock.detach(), handshake.options, handshake.sealing)
 
 
 def choose_credit(descriptor: int, config: Config) -> int:

@@ -17,6 +17,7 @@ cdef int end_damaged(TcpLink* link, int kind, int status) noexcept nogil:
     damage.version = link.recv_header.key_version
     damage.offset = link.recv_header.offset
     damage.length = link.recv_header.length
+    damage.is_sealed = link.seal != NULL
     pthread_mutex_unlock(&damages.lock)
     return status
 
@@ -26,11 +27,20 @@ cdef bint is_damaged(const TcpLink* link) noexcept nogil:
     return link.is_checked and expected != link.recv_check
 
 
+cdef int finish_checked(TcpLink* link) noexcept nogil:
+    """Deliver a frame of a checked link, and of a sealed one if that was its last record."""
+    if is_damaged(link) if link.seal == NULL else not open_record(link):
+        return end_damaged(link, link.recv_header.kind, E_PEER_LOST)
+    if link.seal != NULL and link.seal.missing:
+        return OK
+    return deliver(&link.base, &link.recv_header)
+
+
 cdef int finish_frame(TcpLink* link) noexcept nogil:
     """Deliver a frame that has arrived; a damaged one ends the link as a lost peer does."""
     link.recv_in_payload = False
-    if is_damaged(link):
-        return end_damaged(link, link.recv_header.kind, E_PEER_LOST)
+    if link.is_checked:
+        return finish_checked(link)
     return deliver(&link.base, &link.recv_header)
 
 
@@ -55,13 +65,45 @@ cdef int find_place(TcpLink* link) noexcept nogil:
     return status
 
 
+cdef int find_sealed_place(TcpLink* link) noexcept nogil:
+    """The same on a sealed link, whose next record lands there."""
+    cdef int status = find_place(link)
+    if status == OK and link.recv_in_payload:
+        link.seal.missing = link.recv_header.length
+        begin_record(link)
+    return status
+
+
+cdef int begin_sealed(TcpLink* link) noexcept nogil:
+    """Take a header with its tags off the staging area, or the tag of a frame's next record."""
+    cdef Seal* seal = link.seal
+    cdef const SealedHead* head = <const SealedHead*>(link.staging + link.staged_first)
+    link.staged_first += link.head_bytes
+    if seal.missing:
+        memcpy(seal.tag, head, TAG_BYTES)
+        begin_record(link)
+        return OK
+    memcpy(&link.recv_header, &head.header, HEADER_BYTES)
+    memcpy(seal.tag, head.record_tag, TAG_BYTES)
+    if not open_header(link, head):
+        return end_damaged(link, 0, E_PEER_LOST)
+    if header_check(&link.recv_header) != OK:
+        return end_damaged(link, 0, E_PROTOCOL)
+    if link.recv_header.kind == KIND_BYE:
+        link.base.has_bye = True
+        return OK
+    return find_sealed_place(link)
+
+
 cdef int begin_frame(TcpLink* link) noexcept nogil:
     """Take one header off the staging area."""
-    memcpy(&link.recv_header, link.staging + link.staged_first, HEADER_BYTES)
     if link.is_checked:
+        if link.seal != NULL:
+            return begin_sealed(link)
         memcpy(&link.recv_check, link.staging + link.staged_first + HEADER_BYTES, CHECK_BYTES)
         link.recv_crc = 0
         link.recv_number += 1
+    memcpy(&link.recv_header, link.staging + link.staged_first, HEADER_BYTES)
     link.staged_first += link.head_bytes
     if header_check(&link.recv_header) != OK:
         return end_damaged(link, 0, E_PROTOCOL) if link.is_checked else E_PROTOCOL
@@ -77,7 +119,7 @@ cdef int take_staged_payload(TcpLink* link) noexcept nogil:
     cdef uint64_t count = min(<uint64_t>(link.staged_end - link.staged_first), link.recv_missing)
     if count:                   # else recv_to may be NULL
         memcpy(link.recv_to, link.staging + link.staged_first, count)
-        if link.is_checked:
+        if link.is_checked and link.seal == NULL:
             link.recv_crc = fps_crc(link.recv_crc, link.recv_to, count)
         link.staged_first += <uint32_t>count
         link.recv_to += count
@@ -141,7 +183,7 @@ cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     link.base.io.moved += count
     if link.recv_in_payload:
         direct = min(count, link.recv_missing)
-        if link.is_checked:
+        if link.is_checked and link.seal == NULL:
             link.recv_crc = fps_crc(link.recv_crc, link.recv_to, direct)
         link.recv_to += direct
         link.recv_missing -= direct
@@ -175,7 +217,7 @@ cdef int read_link(TcpLink* link) noexcept nogil:
 
 cdef int ask_again(TcpLink* link) noexcept nogil:
     """Ask the owner about a deferred frame; OK also when it is still not ready."""
-    cdef int status = find_place(link)
+    cdef int status = find_place(link) if link.seal == NULL else find_sealed_place(link)
     if status == OK:
         status = parse_staged(link)
     if status != OK or link.base.waiting_since:

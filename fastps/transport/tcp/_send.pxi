@@ -43,6 +43,9 @@ cdef void fill_batch(TcpLink* link) noexcept nogil:
     cdef SendItem* item
     cdef uint64_t most = link.send_unsent // 2 if link.send_unsent else BATCH_BYTES
     if link.is_checked:
+        if link.seal != NULL:
+            fill_sealed(link)
+            return
         most = min(most, <uint64_t>CHECKED_BATCH_BYTES)
     link.send_iov_first = link.send_iov_count = 0
     link.send_frame_first = link.send_frame_count = 0

@@ -21,6 +21,8 @@ kernel copies the bytes, once for all links of a payload (payload_crc()). The I/
 just after each read. It delivers no frame whose check fails, and nothing is summed before it is
 delivered.
 
+Frames of a sealed link are encrypted; _sealed.pxi has the theory of it.
+
 Invariants. Only the I/O thread reads. send_lock guards everything named send_*, what epoll is
 asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
 """
@@ -40,6 +42,10 @@ from fastps.native.atomic cimport (
     fps_fence, fps_load32, fps_load64, fps_store32, fps_store64,
 )
 from fastps.native.crc cimport fps_crc
+from fastps.security._cipher cimport (
+    RECORD_BYTES, TAG_BYTES, Cipher, cipher_create, cipher_free, cipher_open, cipher_seal,
+    cipher_wipe,
+)
 from fastps.native.posix cimport (
     EPOLLET, EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, MSG_DONTWAIT,
     MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, pthread_mutex_destroy, pthread_mutex_init,
@@ -97,6 +103,7 @@ cdef enum:
     CHECK_BYTES = 4             # behind the header, on a checked link
     CHECKED_BATCH_BYTES = 128 << 10     # of one gathered write there: the cache holds them
     CHECKED_READ_BYTES = 128 << 10      # of a payload in one read there, for the same reason
+    SEALED_BATCH_BYTES = 128 << 10      # of payload of one gathered write on a sealed link
     MAX_DAMAGES = 16            # frames that failed their checks are remembered
     LOOKS = 8                   # at a link, within its longest silence
     MAX_LOOK_NS = 1000000000
@@ -106,6 +113,11 @@ cdef packed struct CheckedHeader:
     Header header
     uint32_t check              # crc32c of the payload ^ header.checksum ^ the frame's number
 
+cdef packed struct SealedHead:
+    Header header
+    unsigned char header_tag[TAG_BYTES]
+    unsigned char record_tag[TAG_BYTES]     # of the first record; zeros without a payload
+
 cdef struct Damage:             # a frame that failed its check
     uint32_t peer
     int kind                    # FrameKind; 0: its header failed, and the rest means nothing
@@ -113,16 +125,35 @@ cdef struct Damage:             # a frame that failed its check
     uint32_t version
     uint32_t offset
     uint32_t length
+    bint is_sealed
 
 cdef struct Damages:            # of a transport, whose I/O threads write them
     pthread_mutex_t lock
     uint32_t count
     Damage last[MAX_DAMAGES]    # the last ones, in a ring
 
+cdef struct Seal:               # of a sealed link; NULL: of others
+    # under send_lock
+    Cipher* to_send
+    char* room                  # SEALED_BATCH_BYTES: encrypted payloads of the batch
+    SealedHead heads[MAX_FRAMES]
+    SendItem* item              # that ends with the frame of which a part is sealed, or NULL
+    const char* next            # the rest of that frame's payload
+    uint32_t left               # its bytes; 0: no frame is half sealed
+    uint32_t continued          # slots of the batch that begin inside a frame
+    # I/O thread only
+    Cipher* to_receive
+    unsigned char tag[TAG_BYTES]    # of the record under way
+    char* place                 # where that record lies
+    uint32_t nbytes             # of it
+    uint32_t missing            # bytes of the frame behind that record
+
+
 cdef struct TcpLink:
     BaseLink base               # first: a Link* is a TcpLink*
-    bint is_checked             # frames carry a check of their payload; set once
-    uint32_t head_bytes         # of a header with its check
+    bint is_checked             # frames carry a check of their payload, or are sealed; set once
+    uint32_t head_bytes         # of a header with its check; sealed: of what is to come next
+    Seal* seal                  # NULL unless the link is sealed; set once
     bint is_polled              # I/O thread: epoll knows it
     # send side, under send_lock
     pthread_mutex_t send_lock
@@ -174,6 +205,7 @@ cdef double tcp_pace(BaseLink* base) noexcept nogil:
     return 1e9 / <double>info.tcpi_delivery_rate
 
 
+include "_sealed.pxi"
 include "_send.pxi"
 include "_receive.pxi"
 
@@ -241,11 +273,14 @@ cdef void tcp_stop(BaseLink* base, int status) noexcept nogil:
     shutdown(base.fd, SHUT_RDWR)        # also where a fork has the descriptor
     for i in range(link.send_frame_first, link.send_frame_count):
         give_back(link.send_items[i], status)
+    if link.seal != NULL:
+        give_back(link.seal.item, status)
 
 
 cdef void tcp_release(BaseLink* base) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>base
     pthread_mutex_destroy(&link.send_lock)
+    free_seal(link.seal)
     free(link.staging)
     free(link)
 
@@ -269,7 +304,9 @@ OPS.look = tcp_look
 
 # ---------------------------------------------------------------- Python face
 
-cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes, bint is_checked) noexcept nogil:
+cdef TcpLink* make_link(
+    IoThread* io, uint64_t credit_bytes, bint is_checked, Seal* seal,
+) noexcept nogil:
     cdef TcpLink* link = <TcpLink*>calloc(1, sizeof(TcpLink))
     cdef int status
     if link == NULL:
@@ -277,8 +314,11 @@ cdef TcpLink* make_link(IoThread* io, uint64_t credit_bytes, bint is_checked) no
     pthread_mutex_init(&link.send_lock, NULL)
     link.staging = <char*>calloc(1, STAGING_BYTES)
     link.send_blocked = True    # until tcp_serve()
-    link.is_checked = is_checked
+    link.is_checked = is_checked or seal != NULL
     link.head_bytes = sizeof(CheckedHeader) if is_checked else HEADER_BYTES
+    link.seal = seal
+    if seal != NULL:
+        link.head_bytes = sizeof(SealedHead)
     link.recv_number = <uint32_t>-1     # before the first frame
     status = init_link(&link.base, &OPS, io, credit_bytes, MAX_FRAMES)
     if status != OK or link.staging == NULL:
@@ -347,10 +387,12 @@ cdef class TcpTransport(BaseTransport):
     def damage_of(self, uint32_t peer):
         """Return the last frame of a peer that failed its check, or None.
 
-        (kind, key, version, offset, length); kind 0: its header failed, and the rest is unknown.
+        (kind, key, version, offset, length, is_sealed); kind 0: its header failed, and the rest is
+        unknown.
         """
         cdef Damage found
         cdef uint32_t i, count
+        memset(&found, 0, sizeof(found))
         found.kind = -1
         pthread_mutex_lock(&self.damages.lock)
         count = self.damages.count
@@ -360,7 +402,23 @@ cdef class TcpTransport(BaseTransport):
         pthread_mutex_unlock(&self.damages.lock)
         if found.kind < 0:
             return None
-        return found.kind, found.key, found.version, found.offset, found.length
+        return (found.kind, found.key, found.version, found.offset, found.length,
+                bool(found.is_sealed))
+
+    def abandon(self):
+        """Close the descriptors in a forked child, and overwrite the keys of its links."""
+        cdef BaseLink* link
+        cdef Seal* seal
+        cdef int i
+        for i in range(self.n_threads):
+            link = self.threads[i].links
+            while link != NULL:
+                seal = (<TcpLink*>link).seal
+                if seal != NULL:
+                    cipher_wipe(seal.to_send)
+                    cipher_wipe(seal.to_receive)
+                link = link.next
+        BaseTransport.abandon(self)
 
     def forget_damages(self):
         """Forget them: other members will have the numbers of these peers."""
@@ -369,21 +427,29 @@ cdef class TcpTransport(BaseTransport):
         pthread_mutex_unlock(&self.damages.lock)
 
     def adopt(self, int fd, LinkOwner owner, *, uint32_t peer, uint32_t lane=0,
-              uint64_t credit_bytes=0, bint follows=False, bint is_checked=False):
+              uint64_t credit_bytes=0, bint follows=False, bint is_checked=False, sealing=None):
         """Take over a connected, authenticated TCP socket; frames reach owner from now on.
 
         fd: descriptor, owned by the transport from here on, also when this raises. peer: rank
         of a worker or index of a server. credit_bytes: bytes in flight allowed, 0 = no limit.
         follows: adapt this number to the link's rate. is_checked: frames carry a checksum of their
-        payload, as both ends have agreed.
+        payload, as both ends have agreed. sealing: keys of the connection; frames are sealed with
+        them, and carry no checksum of their payload then.
         """
         cdef IoThread* io
         cdef TcpLink* link
+        cdef Seal* seal = NULL
         io = self.next_io(fd)
-        link = make_link(io, credit_bytes, is_checked)
-        if link == NULL:
+        try:
+            if sealing is not None:
+                seal = make_seal(sealing)
+            link = make_link(io, credit_bytes, is_checked, seal)
+            if link == NULL:
+                free_seal(seal)
+                raise MemoryError("no memory for a link")
+        except BaseException:
             close(fd)
-            raise MemoryError("no memory for a link")
+            raise
         link.base.fd, link.silence_ns = fd, self.silence_ns
         begin_unsent_limit(link)
         link.base.gauge.is_on = follows and credit_bytes > 0

@@ -24,10 +24,17 @@ class Damage(NamedTuple):
     version: int
     offset: int
     length: int
+    is_sealed: bool = False
 
 
 def damage_text(damage: Damage, name_of: Callable[[int], str | None]) -> str:
     """Return what arrived damaged, and what to do; name_of: of a tensor, by its id."""
+    if damage.is_sealed:
+        return (
+            f"{_what(damage, name_of)} did not open and was not used: it was changed, repeated or "
+            "moved on its way, or came from somebody without the keys; check the machines and "
+            "switches of the path"
+        )
     return (
         f"{_what(damage, name_of)} arrived damaged (its CRC-32C differs) and was not used; check "
         "memory, network cards and switches of the path by dmesg and `ethtool -S`, and that the "
@@ -36,7 +43,7 @@ def damage_text(damage: Damage, name_of: Callable[[int], str | None]) -> str:
 
 
 def _what(damage: Damage, name_of: Callable[[int], str | None]) -> str:
-    kind, key, version, offset, length = damage
+    kind, key, version, offset, length, _ = damage
     where = f"bytes {offset} to {offset + length} of operation {version}"
     if kind in _TENSORS:
         name = name_of(key >> _KEY_BITS)
