@@ -13,14 +13,15 @@ import asyncio
 import socket
 
 from fastps.control.protocol import LENGTH, body_nbytes
-from fastps.security.ciphers import TAG_BYTES, Sealing
+from fastps.security.ciphers import TAG_BYTES, Opener, Sealer, Sealing
 
 
 class Frames:
     """Both directions of one control connection, each used by one thread at a time."""
 
     def __init__(self, sealing: Sealing | None = None) -> None:
-        self._sealer = self._opener = None
+        self._sealer: Sealer | None = None
+        self._opener: Opener | None = None
         if sealing is not None:
             sealing = sealing._replace(hides=True)
             self._sealer, self._opener = sealing.sealer(), sealing.opener()
