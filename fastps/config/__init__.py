@@ -303,6 +303,11 @@ class Config:
         text="Whether frames carry a CRC-32C of their payload, so that damaged bytes end the link "
              "and are never summed. auto: over TCP between machines; on: over all sockets. A link "
              "is checked if either end wants it. RDMA has a CRC of its own.")
+    encrypt: str = _set(DATA, "off", allowed=("auto", "on", "integrity", "off"),
+        text="Which TCP connections are encrypted, with keys that each handshake makes. auto: "
+             "those between machines, where both have libcrypto; on: all, and what cannot be is "
+             "refused; integrity: as on, but tensors stay readable, and cannot be changed. The "
+             "same in all processes; see docs/encryption.md.")
     links_per_peer: int = _set(DATA, 1, unit="connections", allowed=(1, 16),
         text="Data connections between a worker and a server.")
     same_host_congestion: str = _set(DATA, "cubic,reno",

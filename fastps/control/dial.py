@@ -23,6 +23,7 @@ from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, Tr
 from fastps.security.handshake import ClientHandshake, Purpose
 from fastps.security.tokens import CONTROL, Token, parse
 from fastps.transport import sockets
+from fastps.transport.encryption import check_encryption, encryption_options
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ def _dial(
             "the address of the scheduler is not set; start with fastps-run, or set "
             "FASTPS_SCHEDULER_HOST and FASTPS_SCHEDULER_PORT"
         )
+    check_encryption(config)
     began = time.monotonic()
     name_deadline = min(deadline, began + config.connect_timeout_s)
     last = ""
@@ -158,7 +160,7 @@ def _dial_once(
     if notice is not None:
         notice.connected()
     try:
-        handshake = shake()
+        handshake = shake(options=encryption_options(sock, config))
         limit = min(deadline, time.monotonic() + config.handshake_timeout_s)
         sockets.shake_hands(sock, handshake.steps(), deadline=limit)
     except FastPSError as error:

@@ -13,13 +13,14 @@ import atexit
 import dataclasses
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from fastps.config import DAY_S, Config
 from fastps.control.scheduler_thread import HostedScheduler
 from fastps.errors import ConfigError, ProtocolError
 from fastps.transport import sockets
+from fastps.transport.encryption import STRICT
 from fastps.transport.interfaces import own_address
 
 _TOKEN_BYTES = 32
@@ -54,6 +55,8 @@ def host(
     token = config.token or secrets.token_hex(_TOKEN_BYTES)
     posted = {} if config.token or config.token_file else {"token": token}
     try:
+        if not is_one_machine:
+            check_posted(config, posted)
         settings = _scheduler_config(
             dataclasses.replace(config, token=config.token or posted.get("token", "")),
             at, is_one_machine=is_one_machine,
@@ -74,6 +77,16 @@ def host(
 
     atexit.register(close)  # before the session's: it runs after that
     return job, close
+
+
+def check_posted(config: Config, job: Mapping[str, object]) -> None:
+    """Raise ConfigError for a token that others could read, where nothing may leave in clear."""
+    if "token" in job and config.encrypt in STRICT:
+        raise ConfigError(
+            f"FASTPS_ENCRYPT={config.encrypt}, but the launcher would carry a new job token to "
+            "other machines in clear; set FASTPS_TOKEN_FILE to a file with the same token on all "
+            "machines"
+        )
 
 
 def find(board: Board, *, timeout_s: float, program: str = "") -> dict[str, object]:

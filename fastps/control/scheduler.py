@@ -63,6 +63,7 @@ from fastps.files import text_of
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
 from fastps.security.tokens import CONTROL, Token, parse, sealed_keys, whose, wipe
 from fastps.transport import sockets
+from fastps.transport.encryption import check_encryption, encryption_options
 from fastps.transport.handshake_gate import HandshakeGate
 
 log = logging.getLogger(__name__)
@@ -108,9 +109,10 @@ class Scheduler:
 
         machines: of the members, as far as a launcher knows. on_change: called on the loop's
         thread when the state of the job may have changed, before any member hears of it. Raises
-        ConfigError for a wrong token.
+        ConfigError for a wrong token, and for encryption that there is not.
         """
         self._config = config
+        check_encryption(config)
         # changed on the loop's thread alone, read by others
         self.membership = Membership(
             config,
@@ -204,6 +206,7 @@ class Scheduler:
             purposes=(Purpose.CONTROL, Purpose.PULSE),
             timeout_s=self._config.handshake_timeout_s,
             on_authenticated=self._welcome,
+            options_of=lambda sock: encryption_options(sock, self._config),
         )
         try:
             self._gate.open()

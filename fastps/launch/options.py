@@ -239,6 +239,9 @@ class Options:
     colour: str = word("output", "--colour", "auto", str, "WHEN",
         "auto, always or never: colour the names in front of lines (default auto: on a terminal)",
         choices=("auto", "always", "never"))
+    encrypt: str = word("settings", "--encrypt", "", str, "WHEN",
+        "auto, on, integrity or off: encrypt TCP between machines, or all of it (FASTPS_ENCRYPT)",
+        choices=("auto", "on", "integrity", "off"))
     server_threads: int | None = word("settings", "--server-threads", None, count(0, 4096), "N",
         "threads of each server that sum large partitions (FASTPS_ENGINE_THREADS)")
     io_threads: int | None = word("settings", "--io-threads", None, count(1, 4096), "N",

@@ -174,6 +174,8 @@ def _common(options: Options, identity: Identity) -> dict[str, str]:
         settings["FASTPS_NUM_VALIDATORS"] = str(options.layout.num_validators)
     if options.log_level:
         settings["FASTPS_LOG_LEVEL"] = options.log_level
+    if options.encrypt:
+        settings["FASTPS_ENCRYPT"] = options.encrypt
     if identity.secret is not None:
         settings[identity.secret[0]] = identity.secret[1]
     if identity.scheduler is not None:

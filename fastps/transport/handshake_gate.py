@@ -22,6 +22,7 @@ from typing import TypeAlias
 from fastps.errors import AuthError, FastPSError, ProtocolError
 from fastps.security.handshake import (
     ClaimOf,
+    EncryptionError,
     NoPlaceError,
     Option,
     Purpose,
@@ -44,6 +45,7 @@ _KINDS = (
     (TimeoutError, "too slow"),
     (AuthError, "wrong token"),
     (NoPlaceError, NO_PLACE),
+    (EncryptionError, "other encryption"),
     (ProtocolError, "not our protocol"),
     ((FastPSError, ValueError), "not admitted"),
     (OSError, "closed early"),

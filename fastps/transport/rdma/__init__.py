@@ -27,6 +27,7 @@ import numpy as np
 
 from fastps.config import Config, load
 from fastps.errors import ConfigError, FastPSError, TransportError
+from fastps.transport.encryption import STRICT
 from fastps.transport.sockets import watch_closely
 
 if TYPE_CHECKING:  # what needs no device must not load what drives one
@@ -335,6 +336,8 @@ def takes_rdma(
     """Decide about the link to a member with that host id and GID, as wants_rdma() does."""
     if config.transport != "rdma" and host_id == own_host:
         return False, ""  # Unix sockets are faster
+    if config.encrypt in STRICT:
+        return False, f"FASTPS_ENCRYPT={config.encrypt} cannot encrypt it"
     return wants_rdma(config.transport, mine, gid)
 
 
@@ -349,6 +352,9 @@ def begin_link(
     greets_first: bool = True,
 ) -> Opening:
     """Start a link over an authenticated connection, which the transport owns from here on."""
+    if config.encrypt in STRICT:
+        os.close(descriptor)
+        raise TransportError(f"FASTPS_ENCRYPT={config.encrypt} cannot encrypt RDMA")
     watch_closely(descriptor, config.rdma_timeout_s)
     return transport.adopt(
         descriptor,

@@ -21,6 +21,7 @@ from fastps.errors import AuthError, FastPSError, ProtocolError, TransportError,
 from fastps.security.ciphers import Sealing
 from fastps.security.handshake import ClientHandshake, NoPlaceError, Option, Purpose
 from fastps.transport import sockets
+from fastps.transport.encryption import encryption_options
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,8 @@ def choose_options(sock: socket.socket, config: Config) -> Option:
             is_wanted = not sockets.is_same_host(sock)
         except OSError:  # it has ended already
             is_wanted = False
-    return Option.CHECK_PAYLOADS if is_wanted else Option.NONE
+    found = Option.CHECK_PAYLOADS if is_wanted else Option.NONE
+    return found | encryption_options(sock, config)
 
 
 def tune(sock: socket.socket, config: Config) -> None:

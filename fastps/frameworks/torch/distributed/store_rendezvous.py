@@ -141,6 +141,8 @@ def _begin_by_store(store: Store, mine: dict[str, object]) -> Callable[[], None]
         )
     else:
         job = rendezvous.find(board, timeout_s=config.start_timeout_s)
+        if config.local_size != config.size:
+            rendezvous.check_posted(config, job)
     try:
         current.init({**job, **mine})
     except BaseException:

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an end of a connection says about encryption: by settings, addresses and the machine."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from fastps.config import load
+from fastps.control import rendezvous
+from fastps.errors import ConfigError
+from fastps.security import ciphers
+from fastps.security.handshake import Option
+from fastps.transport import encryption, rdma, sockets
+from fastps.transport.encryption import check_encryption, encryption_options
+
+TOKEN = {"FASTPS_TOKEN": "c5d1f8a0b3e7f6d2a9"}
+
+
+def settings(**given: str):
+    return load(
+        environ={**TOKEN, **{f"FASTPS_{name.upper()}": one for name, one in given.items()}}
+    )
+
+
+@pytest.fixture
+def pair():
+    """A TCP connection over the loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+        with near, far:
+            yield near, far
+
+
+@pytest.mark.parametrize(
+    ("mode", "option"),
+    [("off", Option.NONE), ("auto", Option.AUTO), ("integrity", Option.INTEGRITY),
+     ("on", Option.ON)],
+)  # fmt: skip
+def test_options_by_mode(pair, mode, option, monkeypatch):
+    monkeypatch.setattr(ciphers, "has_aes", lambda: True)
+    for sock in pair:
+        assert encryption_options(sock, settings(encrypt=mode)) == option
+    monkeypatch.setattr(sockets, "is_same_host", lambda sock: False)
+    monkeypatch.setattr(sockets, "is_own_address", lambda host: False)
+    leaves = Option.LEAVES if option else Option.NONE
+    assert encryption_options(pair[0], settings(encrypt=mode)) == option | leaves
+    monkeypatch.setattr(ciphers, "has_aes", lambda: False)
+    slow = Option.NO_AES if option else Option.NONE
+    assert encryption_options(pair[0], settings(encrypt=mode)) == option | leaves | slow
+
+
+def test_unix_sockets_are_never_encrypted():
+    near, far = socket.socketpair()
+    with near, far:
+        assert encryption_options(near, settings(encrypt="on")) == Option.NONE
+
+
+def test_without_a_library(pair, monkeypatch, caplog):
+    def missing():
+        raise ConfigError("no libcrypto")
+
+    monkeypatch.setattr(ciphers, "load", missing)
+    encryption._has_library.cache_clear()
+    for mode in ("on", "integrity"):
+        with pytest.raises(ConfigError, match="no libcrypto"):
+            encryption_options(pair[0], settings(encrypt=mode))
+        with pytest.raises(ConfigError):
+            check_encryption(settings(encrypt=mode))
+    assert Option.NO_LIBRARY in encryption_options(pair[0], settings(encrypt="auto"))
+    assert "encrypts nothing: no libcrypto" in caplog.text
+    encryption._has_library.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["on", "integrity"])
+def test_rdma_is_refused_or_replaced(mode):
+    with pytest.raises(ConfigError, match="cannot encrypt RDMA"):
+        check_encryption(settings(encrypt=mode, transport="rdma"))
+    mine = rdma.probe(settings())
+    found = rdma.takes_rdma(settings(encrypt=mode), mine, "here", host_id="there", gid="0:1")
+    assert found == (False, f"FASTPS_ENCRYPT={mode} cannot encrypt it")
+
+
+@pytest.mark.parametrize("mode", ["on", "integrity"])
+def test_a_token_that_travels_in_clear_is_refused(mode):
+    with pytest.raises(ConfigError, match="set FASTPS_TOKEN_FILE"):
+        rendezvous.check_posted(settings(encrypt=mode), {"token": "x"})
+    rendezvous.check_posted(settings(encrypt=mode), {})
+    rendezvous.check_posted(settings(encrypt="auto"), {"token": "x"})
