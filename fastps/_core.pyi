@@ -3,9 +3,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self, final
+from typing import Any, NamedTuple, Self, final
 
-from typing_extensions import Buffer
+from numpy.typing import NDArray
 
 __all__ = [
     "Beats",
@@ -95,7 +95,7 @@ class HugePages:
 
 def arm_fault(spec: str) -> None: ...
 def clock_ns() -> int: ...
-def copy_array(to: Buffer, source: Buffer) -> None: ...
+def copy_array(to: NDArray[Any], source: NDArray[Any]) -> None: ...
 def debug_counters() -> dict[str, int]: ...
 def is_on() -> bool: ...
 def mark(

@@ -265,7 +265,8 @@ def _table(updates: Sequence[Array]) -> Array:
 def _top_direction(table: Array) -> Array:
     """Return the unit vector along which rows differ most; its largest element is above 0."""
     way: Array = np.linalg.svd(table - table.mean(axis=0), full_matrices=False)[2][0]
-    return way * np.sign(way[np.argmax(np.abs(way))])
+    upright: Array = way * np.sign(way[np.argmax(np.abs(way))])
+    return upright
 
 
 def _damage(

@@ -657,11 +657,12 @@ class ElasticSession(RegroupMixin, Session):
 
     def _count_view(self) -> None:
         """Add the numbers of a view that ends to those of the ones before."""
-        from fastps.telemetry.status import GAUGES  # noqa: PLC0415  (only where a view ends)
+        from fastps.telemetry.statistics import is_counter  # noqa: PLC0415  (where a view ends)
 
         before, found = self._counted[1], self.connections.statistics()
         if self._counted[0] is not self.connections:  # else it was counted, and cut short
-            counts = {n: before.get(n, 0) + found.get(n, 0) for n in {*before, *found} - GAUGES}
+            names = filter(is_counter, {*before, *found})
+            counts = {name: before.get(name, 0) + found.get(name, 0) for name in names}
             self._counted = self.connections, counts
 
     # ---- losses ----

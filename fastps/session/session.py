@@ -507,9 +507,9 @@ class Session(ForgetMixin):
         if not is_plain:
             self._agree(names, arrays, dtype, compression, learning_rate, rule)
         if self._client is None:
-            tickets = self._start_alone(names, arrays, dtype)
+            alone = self._start_alone(names, arrays, dtype)
             self._alone.finish(names, arrays, outputs)
-            return self._handle(tickets, outputs, SUM, is_single=is_single)
+            return self._handle(alone, outputs, SUM, is_single=is_single)
         if tensors is None:
             tensors = self._find(names, arrays, dtype)
         if is_single and contributes:
@@ -537,8 +537,8 @@ class Session(ForgetMixin):
         for label, array in zip(names, arrays, strict=True):
             check_arrays(label, array, array, dtype, average=False)
         if self._client is None:
-            tickets = self._start_alone(names, arrays, dtype)
-            return self._handle(tickets, arrays, SUM, is_single=is_single)
+            alone = self._start_alone(names, arrays, dtype)
+            return self._handle(alone, arrays, SUM, is_single=is_single)
         tensors = self._find(names, arrays, dtype)
         tickets = self._submit(
             names, self._engine.start_broadcast, tensors, arrays, root=root_rank,

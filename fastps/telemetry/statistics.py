@@ -133,6 +133,12 @@ def find_statistic(key: str) -> Statistic | None:
     return _BY_NAME.get(name)
 
 
+def is_counter(key: str) -> bool:
+    """Return whether the number of a key of statistics() only grows."""
+    row = find_statistic(key)
+    return row is not None and row.kind == COUNTER
+
+
 def markdown() -> str:
     """Return the text of docs/statistics.md."""
     sections = [_HEAD]

@@ -24,7 +24,7 @@ from typing import Any
 from fastps.config import Config
 from fastps.config.token import read_secret
 from fastps.errors import ConfigError
-from fastps.security.tokens import wipe_bytes
+from fastps.security.ciphers import wipe_bytes
 from fastps.telemetry.http_request import Request, host_name, read_request, send_answer
 from fastps.telemetry.statistics import GAUGE, find_statistic
 from fastps.transport import sockets
