@@ -30,7 +30,7 @@ from fastps.byzantine.updates import (
     unpack,
 )
 from fastps.errors import FastPSError, MismatchError, StallError
-from fastps.transport.condition import Condition
+from fastps.native.condition import Condition
 from fastps.worker.handle import Array
 
 if TYPE_CHECKING:

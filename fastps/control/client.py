@@ -100,10 +100,10 @@ from fastps.errors import (
     ShutdownError,
     StallError,
 )
+from fastps.native.condition import Condition
 from fastps.security.handshake import Purpose
 from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys, wipe, wipe_text
 from fastps.transport import sockets
-from fastps.transport.condition import Condition
 from fastps.types import checked_seconds
 
 log = logging.getLogger(__name__)

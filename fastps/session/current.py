@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastps.errors import ConfigError, FastPSError, NotInitializedError
+from fastps.native.condition import Condition
 from fastps.session import excepthook, outside_job
-from fastps.transport.condition import Condition
 
 if TYPE_CHECKING:
     from fastps.config import Config

@@ -16,7 +16,7 @@ from fastps.collectives.descriptions import About, Membership, differing_text
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.control.blame import VERDICT_WAIT_S
 from fastps.control.protocol import MAX_TEXT_CHARS
-from fastps.transport.condition import Condition
+from fastps.native.condition import Condition
 
 if TYPE_CHECKING:
     from fastps.control.protocol import Told

@@ -66,6 +66,7 @@ from fastps.errors import (
     Status,
     ViewChangedError,
 )
+from fastps.native.condition import Condition
 from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.elastic_handle import ElasticHandle, Scope
 from fastps.session.regroup import RegroupMixin
@@ -73,7 +74,6 @@ from fastps.session.session import Session, State
 from fastps.session.stall_watch import join_threads
 from fastps.session.tensor_spec import Arrays, Names, check_arrays, outputs_of, pair
 from fastps.session.view import View, has_news, tell
-from fastps.transport.condition import Condition
 from fastps.types import DType, checked_seconds
 from fastps.worker.handle import Array, OperationHandle
 

@@ -28,7 +28,7 @@ from fastps.collectives.objects import decode_object, encode_object
 from fastps.contract.contract import Policy
 from fastps.control.protocol import TensorSpec, pack_spec, unpack_spec
 from fastps.errors import FastPSError, ShutdownError, StallError, Status
-from fastps.transport.condition import Condition
+from fastps.native.condition import Condition
 from fastps.types import DType, Op, ReduceOp, numpy_dtype
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from fastps.contract.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S
 from fastps.control.protocol import MAX_TEXT_CHARS, TensorPoisoned
 from fastps.errors import MismatchError
-from fastps.transport.condition import Condition
+from fastps.native.condition import Condition
 from fastps.types import ReduceOp
 
 if TYPE_CHECKING:

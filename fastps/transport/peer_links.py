@@ -29,10 +29,10 @@ from fastps.errors import (
     TransportError,
     TransportTimeout,
 )
+from fastps.native.condition import Condition
 from fastps.security.handshake import Claim, NoPlaceError, Purpose
 from fastps.transport import rdma
 from fastps.transport._link import LinkOwner
-from fastps.transport.condition import Condition
 from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import Connection, choose_credit, dial, pack_lane, unpack_lane

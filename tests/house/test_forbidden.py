@@ -152,7 +152,9 @@ def no_wall_clocks(node: ast.AST) -> Iterator[Fault]:
 def no_unbounded_names(node: ast.AST) -> Iterator[Fault]:
     """Forbid asking for names without a deadline."""
     names = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getfqdn", "create_connection")
-    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if not isinstance(node, ast.Call) or any(one.arg == "sock" for one in node.keywords):
+        return  # a socket has been connected to an address before
+    called = ast.unparse(node.func)
     if called.rpartition(".")[2] in names:
         yield node.lineno, f"{called}() has no deadline: sockets.look_up() has"
 

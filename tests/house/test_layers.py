@@ -115,7 +115,8 @@ DECLARED = {"numpy", "ml_dtypes", "cython", *RESTRICTED}
 # Floors 0 and 1 are pure.
 IMPURE = ("threading", "time", "asyncio", "socket", "select", "selectors", "subprocess", "signal")
 PURE_FLOOR = 1
-IMPURE_FILES = ("fastps.config.closed_pipe",)  # of all commands, on whatever floor
+# of all commands, and of all conditions, on whatever floor
+IMPURE_FILES = ("fastps.config.closed_pipe", "fastps.native.condition")
 FRAMEWORKS = ("torch", "jax", "tensorflow", "keras", "mxnet", "ray")
 
 CYTHON_FROM = re.compile(r"^\s*from\s+([\w.]+)\s+c?import\s+(.+)")

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from fastps.control.client import Reply
-from fastps.transport.condition import Condition
+from fastps.native.condition import Condition
 
 ROUNDS = 400
 
