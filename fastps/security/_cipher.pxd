@@ -15,8 +15,8 @@ cdef struct Cipher:             # one direction of one connection; used by one t
     bint is_sealing             # else it opens
     bint hides                  # else records are readable, and only authenticated
 
-# Return NULL if there is no memory or no library. secret: SECRET_BYTES; kind: a Kind of ciphers.py. load() is
-# called before.
+# Return NULL if there is no memory or no library. secret: SECRET_BYTES; kind: a Kind of
+# ciphers.py. load() is called before.
 cdef Cipher* cipher_create(
     int kind, const unsigned char* secret, bint is_sealing, bint hides,
 ) noexcept nogil

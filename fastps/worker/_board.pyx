@@ -49,7 +49,7 @@ cdef enum:
 
 cdef struct Head:
     int32_t bell                    # futex of all ranks
-    int32_t sleepers                # a killed one stays counted, which costs a system call a report
+    int32_t sleepers                # a killed one stays counted: a system call for each report
     int32_t pad[14]
 
 cdef struct Row:
