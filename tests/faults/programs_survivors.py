@@ -401,14 +401,14 @@ def cut_apart(*, when: str, steps: int) -> dict[str, Any]:
     fastps.set_topology(topology.fully_connected_graph(fastps.size()))
     connections, rank = current.current().connections, fastps.rank()
     if rank == 0 and when == "start":
-        reach = connections.node.reach
+        reach = connections.peer_links.reach
 
         def reach_some(peer: int) -> None:
             if peer == 1:
                 raise TransportError("no route to it")
             reach(peer)
 
-        connections.node.reach = reach_some
+        connections.peer_links.reach = reach_some
     slowest = 0.0
     for step in range(steps):
         if rank == 0 and when == "later" and step == steps // 2:
