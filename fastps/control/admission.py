@@ -256,7 +256,7 @@ class Plan:
         )
 
     def has_board(self, config: Config) -> bool:
-        """Return who commits results of an elastic job: a board of all workers, or the scheduler.
+        """Return whether a board of all workers commits results of an elastic job, no scheduler.
 
         A job that is made again (FASTPS_REPLAY) commits no more than that one did, which the
         scheduler knows.

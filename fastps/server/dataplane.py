@@ -48,8 +48,7 @@ from fastps.transport import rdma
 from fastps.transport.listener import NotYet
 from fastps.transport.peer_links import PeerLinks
 from fastps.transport.sockets import watch_closely
-from fastps.transport.tcp import Connection, unpack_lane
-from fastps.transport.tcp._transport import TcpTransport
+from fastps.transport.tcp import Connection, open_transport, unpack_lane
 from fastps.transport.tcp.damage import Damage, damage_text
 from fastps.transport.tcp.progress import Progress
 from fastps.transport.traffic import Traffic, traffic
@@ -109,10 +108,7 @@ class DataPlane:
             config.pool_bytes, on_slab=self._rdma.register if self._rdma else None
         )
         self.store = self._make_store(self._job)
-        self._transport = TcpTransport(
-            io_threads=config.io_threads, spin_us=config.spin_us,
-            silence_s=config.tcp_user_timeout_s,
-        )  # fmt: skip
+        self._transport = open_transport(config)
         self._progress = Progress()
         self._peer_links = peer_links
         peer_links.serve(self._admit)

@@ -20,7 +20,14 @@ from fastps.errors import TransportError
 from fastps.transport import rdma
 from fastps.transport._link import InprocTransport
 from fastps.transport.rdma import Capability
-from fastps.transport.tcp import REMOTE_CREDIT_BYTES, Connection, choose_credit, dial, pack_lane
+from fastps.transport.tcp import (
+    REMOTE_CREDIT_BYTES,
+    Connection,
+    choose_credit,
+    dial,
+    open_transport,
+    pack_lane,
+)
 from fastps.transport.tcp._transport import TcpTransport
 from fastps.transport.tcp.damage import Damage
 from fastps.transport.traffic import Traffic, traffic
@@ -96,10 +103,7 @@ class Links:
 
     def _link_by_socket(self, owner: int, lane: int) -> None:
         if self._tcp is None:
-            self._tcp = TcpTransport(
-                io_threads=self._config.io_threads, spin_us=self._config.spin_us,
-                silence_s=self._config.tcp_user_timeout_s,
-            )  # fmt: skip
+            self._tcp = open_transport(self._config)
         member = self._job.members[owner]
         is_near = self._config.unix_sockets and member.host_id == self._host_id
         self._sockets.add("Unix sockets" if is_near and member.unix else "TCP")

@@ -35,7 +35,14 @@ from fastps.transport import rdma
 from fastps.transport._link import LinkOwner
 from fastps.transport.listener import Admit, Listener, NotYet
 from fastps.transport.rdma import Capability
-from fastps.transport.tcp import Connection, choose_credit, dial, pack_lane, unpack_lane
+from fastps.transport.tcp import (
+    Connection,
+    choose_credit,
+    dial,
+    open_transport,
+    pack_lane,
+    unpack_lane,
+)
 from fastps.transport.tcp._transport import TcpTransport
 from fastps.transport.tcp.damage import Damage
 from fastps.transport.traffic import Traffic, traffic
@@ -437,10 +444,7 @@ class PeerLinks:
 
     def _sockets(self) -> TcpTransport:
         if self._tcp is None:
-            self._tcp = TcpTransport(
-                io_threads=self._config.io_threads, spin_us=self._config.spin_us,
-                silence_s=self._config.tcp_user_timeout_s,
-            )  # fmt: skip
+            self._tcp = open_transport(self._config)
         return self._tcp
 
     def _device_transport(self) -> RdmaTransport | None:

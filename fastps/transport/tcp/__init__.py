@@ -22,6 +22,7 @@ from fastps.security.ciphers import Sealing
 from fastps.security.handshake import ClientHandshake, NoPlaceError, Option, Purpose
 from fastps.transport import sockets
 from fastps.transport.encryption import encryption_options
+from fastps.transport.tcp._transport import TcpTransport
 
 log = logging.getLogger(__name__)
 
@@ -189,6 +190,15 @@ def _introduce(
         sock.close()
         raise _TurnedAway(f"{where} closed the connection: {error}") from error
     return Connection(sock.detach(), handshake.options, handshake.sealing)
+
+
+def open_transport(config: Config) -> TcpTransport:
+    """Return a transport with the I/O threads of the settings."""
+    return TcpTransport(
+        io_threads=config.io_threads,
+        spin_us=config.spin_us,
+        silence_s=config.tcp_user_timeout_s,
+    )
 
 
 def choose_credit(descriptor: int, config: Config) -> int:
