@@ -23,7 +23,7 @@ from fastps.config import process_environment, role_given, versions
 from fastps.config.closed_pipe import ends_quietly
 from fastps.errors import ConfigError
 from fastps.launch.job import PASSED_ON
-from fastps.launch.plan import SERVER_COMMAND
+from fastps.launch.plan import SERVER_MODULE
 from fastps.launch.torch_names import place_variables
 
 _USAGE = """\
@@ -64,14 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _launch(command: list[str], environment: dict[str, str]) -> int:
     role = role_given(environment) or "worker"
     is_spread = _is_spread(environment)
+    serve = versions.command_of(SERVER_MODULE)
     if role not in ("worker", "validator"):
-        return subprocess.call([*SERVER_COMMAND, "--role", role]) if is_spread else 0
+        return subprocess.call([*serve, "--role", role]) if is_spread else 0
     if not command:
         raise ConfigError("no command given; try: bpslaunch python train.py")
     if role == "validator":
         for name in ("DMLC_NUM_VALIDATOR", "DMLC_VALIDATOR_ID"):
             _count(environment, name)
-        return _wait([subprocess.Popen([*SERVER_COMMAND, "--role", role, "--", *command])])
+        return _wait([subprocess.Popen([*serve, "--role", role, "--", *command])])
     size = local_size(environment)
     if not is_spread:
         run = [*versions.command_of("fastps.launch.run"), "-np", str(size), "--", *command]

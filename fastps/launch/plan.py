@@ -21,7 +21,7 @@ from fastps.launch.output import name_of
 from fastps.launch.timeline import variables
 from fastps.launch.torch_names import NAMES, OUTER_PREFIX, worker_variables
 
-SERVER_COMMAND = command_of("fastps.server.main")
+SERVER_MODULE = "fastps.server.main"
 # The children must not inherit these: each process gets its own value, or the launcher a new one.
 NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROLE", "FASTPS_RANK",
                  *NAMES)  # fmt: skip
@@ -80,12 +80,14 @@ def make_plan(
     *,
     cpus: int,
     inherited: Mapping[str, str],
-    server_command: Sequence[str] = SERVER_COMMAND,
+    server_command: Sequence[str] = (),
 ) -> tuple[ProcessSpec, ...]:
     """List the processes of a job on this machine.
 
     inherited: the caller's environment, read only to respect the user's own choices.
+    server_command: starts a server in place of this fastps's own command.
     """
+    server_command = tuple(server_command) or command_of(SERVER_MODULE)
     common = _common(options, identity)
     if options.timeline is not None:
         given = {**inherited, **dict(options.environment)}
@@ -93,7 +95,7 @@ def make_plan(
     plan: list[ProcessSpec] = []
     for rank in options.layout.server_ranks:
         environment = {**common, "FASTPS_ROLE": "server", "FASTPS_RANK": str(rank)}
-        plan.append(ProcessSpec("server", rank, tuple(server_command), environment))
+        plan.append(ProcessSpec("server", rank, server_command, environment))
     command = _under_gdb(options, {**inherited, **dict(options.environment)})
     for rank in options.layout.worker_ranks:
         environment = (

@@ -43,7 +43,6 @@ from fastps.launch.messenger import Messenger
 from fastps.launch.options import Options, parse
 from fastps.launch.output import Screen, Stream
 from fastps.launch.plan import (
-    SERVER_COMMAND,
     Identity,
     ProcessSpec,
     choose_job_id,
@@ -100,11 +99,12 @@ def launch(
     options: Options,
     *,
     environment: Mapping[str, str],
-    server_command: Sequence[str] = SERVER_COMMAND,
+    server_command: Sequence[str] = (),
 ) -> int:
     """Run this machine's share of a job and return the exit code; only in the main thread.
 
-    server_command: starts a server. Blocks until every process has ended.
+    server_command: starts a server in place of this fastps's own command. Blocks until every
+    process has ended.
     """
     with _commit_directory(options, environment) as complete:
         return _launch(complete, environment, server_command)

@@ -30,23 +30,31 @@ import subprocess
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+# What fastps.init() and the first operations import, and Python for the first address.
 JOINING = (
-    "fastps.session.connections",
-    "fastps.session.groups",
-)  # what fastps.init() and the first groups import
+    "encodings.idna", "fastps.byzantine", "fastps.collectives.objects", "fastps.config.launchers",
+    "fastps.session.connections", "fastps.session.drift", "fastps.session.forget",
+    "fastps.session.fork", "fastps.session.groups", "fastps.session.join", "fastps.session.routes",
+    "fastps.session.session", "fastps.session.single_worker",
+)  # fmt: skip
 SERVING = ("fastps.server.main", "fastps.server.server")
+LAUNCHING = ("fastps.launch.run",)
+# What these start by sys.executable is forked, too; others may hand down descriptors.
+STARTERS = ("fastps.launch.run", "fastps.launch.byteps", "fastps.bench")
 # fastps, and the programs of tests: servers import rules by their names
 IMPORT_PATH = os.pathsep.join(
     map(str, (Path(__file__).resolve().parents[2], Path(__file__).parent))
 )
-ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING)
+ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING, *LAUNCHING)
 # Of the frameworks that tests have imported, or will; none starts a thread when it is imported.
 FRAMEWORKS = {
-    "torch": ("fastps.torch", "torch._dynamo", "torch.nn.parallel"),
+    # and the data of examples
+    "torch": ("fastps.torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets"),
     "tensorflow": ("fastps.tensorflow",),
     "jax": ("fastps.jax",),
 }
@@ -311,9 +319,14 @@ def run(words: list[str], environ: dict[str, str], folder: str, cpus: list[int])
     sys.path[first : first + len(IMPORT_PATH.split(os.pathsep))] = filter(None, given)
     os.environ.clear()
     os.environ.update(environ)
+    if words[0] == "-m" and words[1].startswith(STARTERS) and "FORKING_PYTHON" in environ:
+        sys.executable = str(FORKING_PYTHON)
     os.chdir(folder)
     if cpus:
         os.sched_setaffinity(0, cpus)
+    while words[0] == "-W":
+        warnings._setoption(words[1])
+        words = words[2:]
     random.seed()
     sys.modules["numpy"].random.seed()
     if words[0] == "-c":
@@ -324,6 +337,7 @@ def run(words: list[str], environ: dict[str, str], folder: str, cpus: list[int])
         exec(compile(words[1], "<string>", "exec"), vars(main))
     elif words[0] == "-m":
         sys.argv[:] = words[1:]
+        sys.modules.pop(words[1], None)  # or runpy warns
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = words

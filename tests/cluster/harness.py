@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -81,7 +80,7 @@ def run_example(
 
 def _launched(command: list[str], timeout_s: float, environ: Mapping[str, str]) -> JobResult:
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastps.launch.run", "--timeout", str(timeout_s), *command],
+        [str(FORKING_PYTHON), "-m", "fastps.launch.run", "--timeout", str(timeout_s), *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -28,10 +28,11 @@ from typing import IO, Any
 from fork_server import IMPORT_PATH, Forked, is_forkable, the_server
 from harness import JobResult, clean_environ, reports_of, slowed, write_script
 
+from fastps.config import versions
 from fastps.launch.layout import Layout
 from fastps.launch.options import Options
 from fastps.launch.plan import (
-    SERVER_COMMAND,
+    SERVER_MODULE,
     Identity,
     ProcessSpec,
     make_plan,
@@ -233,7 +234,8 @@ class Job:
         )
         address = ("127.0.0.1", self.scheduler_port)
         identity = Identity(self.job_id, ("FASTPS_TOKEN", self.token), address)
-        argv = (*SERVER_COMMAND, "--role", "scheduler", "--listen-fd", str(self._held.fileno()))
+        serve = versions.command_of(SERVER_MODULE)
+        argv = (*serve, "--role", "scheduler", "--listen-fd", str(self._held.fileno()))
         scheduler = ProcessSpec("scheduler", 0, argv, scheduler_environment(options, identity))
         plan = make_plan(options, identity, cpus=2, inherited={})
         return (scheduler, *self._handout.hand_out(plan))

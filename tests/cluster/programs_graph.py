@@ -33,8 +33,8 @@ GRAPHS: dict[str, Callable[[int], topology.Topology]] = {
 
 def array_of(rank: int, count: int, dtype: Any = np.float32, salt: int = 0) -> np.ndarray:
     """Make what a worker brings."""
-    numbers = np.random.default_rng([rank, count, salt]).standard_normal(count)
-    return numbers.astype(dtype)
+    numbers = np.random.default_rng([rank, count, salt]).random(count)
+    return (4 * numbers - 2).astype(dtype)
 
 
 def mixed(arrays: dict[int, np.ndarray], weights: dict[int, float]) -> np.ndarray:

@@ -41,7 +41,7 @@ def values(name: str, count: int, rank: int, *, seed: int = 0) -> np.ndarray:
     if name in INTEGERS:
         limits = np.iinfo(name)
         return rng.integers(limits.min, limits.max, count, dtype=name, endpoint=True)
-    return (rng.standard_normal(count) * 30).astype(dtype_named(name))
+    return (rng.random(count) * 100 - 50).astype(dtype_named(name))
 
 
 def reduced(arrays: list[np.ndarray], name: str, *, average: bool) -> np.ndarray:

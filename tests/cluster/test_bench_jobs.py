@@ -7,24 +7,25 @@ import importlib.util
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_server import FORKING_PYTHON, forking
 from harness import ROOT, clean_environ
 from job import run_workers
 
 from fastps.bench.figures import read
 from fastps.bench.options import APART_LINKS, COLOCATED_LINKS, NETWORK
 
-BENCH = [sys.executable, "-m", "fastps.bench"]
+PYTHON = str(FORKING_PYTHON)
+BENCH = [PYTHON, "-m", "fastps.bench"]
 LIMIT_S = 100
 SMALL = ["--runs", "2", "--turn", "0.01"]
 
 
 def run(command: list[str], folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, away from the sources."""
-    environ = clean_environ() | {"PYTHONPATH": str(ROOT)} | settings
+    environ = forking(clean_environ()) | {"PYTHONPATH": str(ROOT)} | settings
     del environ["FASTPS_SHARED_MEMORY"]  # the modes say what they need
     return subprocess.run(
         command,
@@ -99,7 +100,7 @@ def test_another_element_type_is_checked_and_averaged(tmp_path):
 
 def test_a_job_that_the_user_started_is_measured_from_within(tmp_path):
     path = tmp_path / "found.json"
-    launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", "1", *BENCH]
+    launch = [PYTHON, "-m", "fastps.launch.run", "-np", "2", "-s", "1", *BENCH]
     words = ["--modes", "private", "--sizes", "4K", "--json", str(path), *SMALL]
     ended = run([*launch, *words], tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -110,7 +111,7 @@ def test_a_job_that_the_user_started_is_measured_from_within(tmp_path):
 
 
 def test_a_mode_that_needs_its_own_job_is_refused_within_one(tmp_path):
-    launch = [sys.executable, "-m", "fastps.launch.run", "-np", "2", "-s", "1", *BENCH]
+    launch = [PYTHON, "-m", "fastps.launch.run", "-np", "2", "-s", "1", *BENCH]
     ended = run([*launch, "--modes", "apart", "--sizes", "4K", *SMALL], tmp_path)
     assert ended.returncode == 1
     assert "'apart' needs a job of its own" in ended.stderr
@@ -130,7 +131,7 @@ def test_a_mode_that_cannot_run_is_reported_and_the_others_go_on(tmp_path):
         "sys.exit(main.main(sys.argv[1:]))\n"
     )
     words = ["--modes", "colocated,apart", "--sizes", "4K", *SMALL]
-    ended = run([sys.executable, "-c", program, *words], tmp_path)
+    ended = run([PYTHON, "-c", program, *words], tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert re.search(r"^4K +apart ", ended.stdout, re.MULTILINE)
     (line,) = re.findall(r"^not measured: (.*)$", ended.stdout, re.MULTILINE)
@@ -162,7 +163,7 @@ def test_the_error_of_any_worker_is_the_reason(rank, tmp_path):
         "sys.exit(main.main(sys.argv[1:]))\n"
     )
     words = ["--modes", "apart", "--sizes", "4K", *SMALL]
-    ended = run([sys.executable, "-c", driver, *words], tmp_path)
+    ended = run([PYTHON, "-c", driver, *words], tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     (line,) = re.findall(r"^not measured: (.*)$", ended.stdout, re.MULTILINE)
     assert line.startswith("apart: 4K: ")

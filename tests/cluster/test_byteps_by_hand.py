@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from fork_server import FORKING_PYTHON, forking
 
 from aids.free_ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 100
-SERVER = [sys.executable, "-m", "fastps.server.main"]
-LAUNCH = [sys.executable, "-m", "fastps.launch.byteps"]
+PYTHON = str(FORKING_PYTHON)
+SERVER = [PYTHON, "-m", "fastps.server.main"]
+LAUNCH = [PYTHON, "-m", "fastps.launch.byteps"]
 TRAIN = """
 import os, numpy as np, fastps.torch as bps, torch
 bps.init()
@@ -55,7 +56,7 @@ fastps.shutdown()
 
 def start(argv: list[str], folder: Path, **more: str) -> subprocess.Popen[str]:
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("FASTPS_", "DMLC_"))}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "FASTPS_LINGER_S": "1", **more}
+    environment = {**forking(kept), "PYTHONPATH": str(ROOT), "FASTPS_LINGER_S": "1", **more}
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, env=environment, cwd=folder, stdout=pipe, stderr=pipe, text=True)
 
@@ -72,7 +73,7 @@ def job_of(secret: str, machines: int) -> dict[str, str]:
 @pytest.mark.parametrize("by", ["fastps-server", "bpslaunch"])
 def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    train = [sys.executable, "train.py"]
+    train = [PYTHON, "train.py"]
     more = job_of("9f3a61c07be2d584" * 2, 2)
     first, size = (SERVER, 1) if by == "fastps-server" else ([*LAUNCH, "nothing"], 2)
     if size == 2:
@@ -96,7 +97,7 @@ def test_a_job_of_two_machines(tmp_path: Path, by: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_validators_run_the_program_of_the_workers(tmp_path: Path, by: str, workers: int) -> None:
     (tmp_path / "train.py").write_text(ZENO)
-    train = [sys.executable, "train.py", "--to", "the", "program"]
+    train = [PYTHON, "train.py", "--to", "the", "program"]
     more = job_of("9f3a61c07be2d584" * 2, workers) | {"DMLC_NUM_VALIDATOR": "2"}
     ours = SERVER if by == "fastps-server" else [*LAUNCH, "nothing"]
     parts = [start(ours, tmp_path, DMLC_ROLE=role, **more) for role in ("scheduler", "server")]
@@ -123,7 +124,7 @@ def test_validators_run_the_program_of_the_workers(tmp_path: Path, by: str, work
 def test_one_machine_needs_nobody_else(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     parts = [
-        start([*LAUNCH, sys.executable, "train.py"], tmp_path, DMLC_ROLE=role,
+        start([*LAUNCH, PYTHON, "train.py"], tmp_path, DMLC_ROLE=role,
               NVIDIA_VISIBLE_DEVICES="0,1", DMLC_NUM_WORKER="1")
         for role in ("worker", "server")
     ]  # fmt: skip
@@ -155,7 +156,7 @@ def test_wrong_roles_are_told(
     tmp_path: Path, argv: list[str], environ: dict[str, str], text: str
 ) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    part = start([sys.executable, *argv], tmp_path, **environ)
+    part = start([PYTHON, *argv], tmp_path, **environ)
     _, told = part.communicate(timeout=LIMIT_S)
     assert part.returncode != 0
     assert text in told
@@ -165,7 +166,7 @@ def test_a_worker_that_fails_ends_the_others(tmp_path: Path) -> None:
     script = "import os, sys, time; rank = os.environ['BYTEPS_LOCAL_RANK']\n"
     script += "sys.exit(7) if rank == '1' else time.sleep(60)"
     (tmp_path / "train.py").write_text(script)
-    part = start([*LAUNCH, sys.executable, "train.py"], tmp_path, DMLC_NUM_WORKER="2",
+    part = start([*LAUNCH, PYTHON, "train.py"], tmp_path, DMLC_NUM_WORKER="2",
                  DMLC_WORKER_ID="0", BYTEPS_LOCAL_SIZE="2")  # fmt: skip
     part.communicate(timeout=30)
     assert part.returncode == 7

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import programs_byzantine as programs
 import pytest
 from job import run_job
@@ -14,7 +12,6 @@ SMALL = {
     "FASTPS_CHUNK_BYTES": "8192",
     "FASTPS_FORCE_DISTRIBUTED": "1",
     "FASTPS_RULES": "some.module:other, programs_byzantine:largest",
-    "PYTHONPATH": str(Path(__file__).parent),  # where servers find it
 }
 KINDS = {
     "tcp": {"servers": 2, "environment": {"FASTPS_UNIX_SOCKETS": "0"}},

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from fork_server import FORKING_PYTHON, forking
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 280
-RUN = [sys.executable, "-m", "fastps.launch.run"]
+RUN = [str(FORKING_PYTHON), "-m", "fastps.launch.run"]
 # What a worker runs when every part of the program but one is right.
 SPOILED = """
 import runpy, sys

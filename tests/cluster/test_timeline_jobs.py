@@ -7,11 +7,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import FORKING_PYTHON, forking
 from harness import ROOT, clean_environ
 from job import command_of, run_job
 from programs_timeline import STEPS, train, until_killed
@@ -19,11 +19,11 @@ from programs_timeline import STEPS, train, until_killed
 from aids.timeline_rules import check_timeline, durations
 
 LIMIT_S = 90
-RUN = (sys.executable, "-m", "fastps.launch.run")
+RUN = (str(FORKING_PYTHON), "-m", "fastps.launch.run")
 
 
 def launch(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environ = clean_environ() | {"PYTHONPATH": str(ROOT)}
+    environ = forking(clean_environ()) | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*RUN, *words], env=environ, capture_output=True, text=True, timeout=LIMIT_S, **options
     )
@@ -125,7 +125,7 @@ def test_a_launcher_that_is_killed_leaves_what_can_be_merged(tmp_path):
     target = tmp_path / "job.json"
     words = ["-np", "2", "--env", "FASTPS_SHARED_MEMORY=1", "--timeline", str(target)]
     words += [*command_of(until_killed, {"victim": 9})]
-    environ = clean_environ() | {"PYTHONPATH": str(ROOT)}
+    environ = forking(clean_environ()) | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen([*RUN, *words], env=environ, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         assert sum("up" in job.stdout.readline() for _ in range(2)) == 2
@@ -134,7 +134,7 @@ def test_a_launcher_that_is_killed_leaves_what_can_be_merged(tmp_path):
         job.kill()
         job.stdout.read()  # to its end: the workers are gone too
     assert not target.exists()
-    merge = [sys.executable, "-m", "fastps", "timeline", str(parts), str(target)]
+    merge = [RUN[0], "-m", "fastps", "timeline", str(parts), str(target)]
     done = subprocess.run(merge, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     document = check_timeline(target)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
+from fork_server import FORKING_PYTHON, forking
 from harness import ROOT, clean_environ
 
 PROGRAM = """
@@ -45,8 +45,8 @@ def write_program(folder: Path, *, victim: int = 0, until: int = 7, steps: int =
 
 def launch(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "fastps.launch.run", *words],
-        env=clean_environ() | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        [str(FORKING_PYTHON), "-m", "fastps.launch.run", *words],
+        env=forking(clean_environ()) | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ def launch(*words: str) -> subprocess.Popen[str]:
 def test_a_launcher_starts_a_worker_instead_of_a_lost_one(tmp_path):
     program, logs = write_program(tmp_path, victim=2), tmp_path / "logs"
     job = launch(
-        "-np", "3", "--min", "1", "--respawn", "2", "--output-dir", str(logs), sys.executable,
+        "-np", "3", "--min", "1", "--respawn", "2", "--output-dir", str(logs), str(FORKING_PYTHON),
         program,
     )  # fmt: skip
     shown, _ = job.communicate(timeout=90)
@@ -77,7 +77,7 @@ for step in range(3000):
     fastps.push_pull(np.ones(9, np.float32), "x")
 """
     path.write_text(text)
-    job = launch("-np", "3", "--min", "1", "--respawn", "1", sys.executable, str(path))
+    job = launch("-np", "3", "--min", "1", "--respawn", "1", str(FORKING_PYTHON), str(path))
     shown, _ = job.communicate(timeout=90)
     assert job.returncode == 0, shown
     assert "has yet to enter the function of elastic.run" in shown
@@ -92,12 +92,12 @@ def test_workers_of_other_machines_join(tmp_path):
         port = str(free.getsockname()[1])
     job = launch(
         "-np", "2", "--min", "1", "--max", "4", "--scheduler-host", "127.0.0.1",
-        "--scheduler-port", port, "--token-file", str(token), sys.executable, program,
+        "--scheduler-port", port, "--token-file", str(token), str(FORKING_PYTHON), program,
     )  # fmt: skip
     late = [
         launch(
             "--join", f"127.0.0.1:{port}", "--token-file", str(token), "--env",
-            f"FASTPS_MACHINE={machine}", sys.executable, program,
+            f"FASTPS_MACHINE={machine}", str(FORKING_PYTHON), program,
         )
         for machine in "bc"
     ]  # fmt: skip

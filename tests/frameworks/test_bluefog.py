@@ -166,9 +166,9 @@ def test_without_a_timeline_nothing_is_shown():
 
 def run_examples(folder: Path, lines: tuple[str, ...]) -> str:
     """Run examples one after the other, each of which asserts its result, in one job of four."""
-    command = [sys.executable, "-m", "fastps.launch.run", "-np", str(WORKERS), str(FORKING_PYTHON)]
+    command = [str(FORKING_PYTHON), "-m", "fastps.launch.run", "-np", str(WORKERS)]
     done = subprocess.run(
-        [*command, "tests/frameworks/programs_examples.py", str(folder), *lines],
+        [*command, command[0], "tests/frameworks/programs_examples.py", str(folder), *lines],
         cwd=ROOT, env=forking(clean_environ()) | MEMORY | {"PYTHONPATH": str(ROOT)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S - 10, check=False,
     )  # fmt: skip

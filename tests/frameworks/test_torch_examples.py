@@ -26,7 +26,7 @@ def run(
     codes: tuple[int, ...] = (0,),
 ) -> str:  # fmt: skip
     """Run an example as two workers, or as it is launched; give what it printed."""
-    command = [sys.executable, "-m", "fastps.launch.run", *launch, "--timeout", "200"]
+    command = [str(FORKING_PYTHON), "-m", "fastps.launch.run", *launch, "--timeout", "200"]
     command += [str(FORKING_PYTHON), f"examples/{example}.py", *words]
     environ = forking(clean_environ()) | {"PYTHONPATH": str(ROOT), "FASTPS_SHARED_MEMORY": shared}
     job = subprocess.run(

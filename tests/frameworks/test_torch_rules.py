@@ -28,7 +28,7 @@ def test_optimizers_and_modules_doubt_what_one_worker_says():
 
 
 def test_the_example_trains_through_lies_by_rules_alone():
-    command = [sys.executable, "-m", "fastps.launch.run", "-np", "8", "-s", "1"]
+    command = [str(FORKING_PYTHON), "-m", "fastps.launch.run", "-np", "8", "-s", "1"]
     command += ["--env", "FASTPS_SHARED_MEMORY=0", str(FORKING_PYTHON), "examples/byzantine.py"]
     command += ["--rules", "average", "geometric", "--attacks", "negative"]
     one = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

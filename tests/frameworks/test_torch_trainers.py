@@ -25,7 +25,7 @@ APART = ("--env", "WORLD_SIZE=1", "--env", "LOCAL_RANK=-1")
 def fastps_run(size: int, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """Run the program as `size` workers."""
     command = [
-        sys.executable, "-m", "fastps.launch.run", "-np", str(size), *options,
+        str(FORKING_PYTHON), "-m", "fastps.launch.run", "-np", str(size), *options,
         str(FORKING_PYTHON), str(PROGRAM), str(folder),
     ]  # fmt: skip
     return subprocess.run(

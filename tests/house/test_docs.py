@@ -15,7 +15,7 @@ from house_source import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "cluster"))
 
-from fork_server import forking
+from fork_server import FORKING_PYTHON, forking
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LIMIT_S = 280  # four processes that import PyTorch on a busy machine with two cores
@@ -102,7 +102,7 @@ def test_documented_program_works(document, program, tmp_path):
     if document in FRAMEWORKS and importlib.util.find_spec(FRAMEWORKS[document]) is None:
         pytest.skip(f"{FRAMEWORKS[document]} is not here: make test-frameworks")
     strict = ["-W", "error", *(WARN.get(document, ()))]
-    run([sys.executable, *strict, "-c", program], tmp_path)
+    run([str(FORKING_PYTHON), *strict, "-c", program], tmp_path)
 
 
 def test_the_readmes_program_is_the_example():
