@@ -13,7 +13,7 @@ import signal
 import pytest
 from ssh_hosts import LIMIT_S, SshHosts, everybody, hosts
 
-pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(LIMIT_S + 90)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(LIMIT_S + 90)]
 
 SUM = """
 import os, pathlib, socket, time, numpy as np, fastps

@@ -13,7 +13,7 @@ import textwrap
 import pytest
 from harness import ROOT, clean_environ
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(110)]
+pytestmark = pytest.mark.timeout(110)
 
 PROGRAM = """
 import os, signal

@@ -30,15 +30,10 @@ EVENTS = {
     "stop": (signal.SIGSTOP, 1.2, "silent"),
     "fail": (signal.SIGUSR1, 0.5, "this program failed by itself"),
 }
-FAST = {
-    ("kill", "worker", "shared memory", "running"),
-    ("stop", "worker", "colocated", "waiting"),
-    ("stop", "scheduler", "servers apart", "running"),
-}
 
 
 def cells() -> list[object]:
-    """List event, role, layout and phase; those that are not fast run alone."""
+    """List event, role, layout and phase."""
     found: list[object] = []
     roles = ("worker", "server", "scheduler")
     for cell in itertools.product(EVENTS, roles, LAYOUTS, PHASES):
@@ -47,8 +42,7 @@ def cells() -> list[object]:
             continue
         if event == "fail" and role != "worker":
             continue
-        marks = [] if cell in FAST else [pytest.mark.alone]
-        found.append(pytest.param(*cell, marks=marks, id="-".join(cell).replace(" ", "_")))
+        found.append(pytest.param(*cell, id="-".join(cell).replace(" ", "_")))
     return found
 
 
@@ -87,11 +81,7 @@ def has_joined(process: Process) -> bool:
     return any(name.startswith("fastps:pulse") for name in names)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["colocated", *(pytest.param(one, marks=pytest.mark.alone)
-                    for one in ("shared memory", "servers apart"))],
-)  # fmt: skip
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("event", ["kill", "stop"])
 def test_who_dies_before_the_start_ends_it(event: str, layout: str) -> None:
     """By hand: no launcher says how; one worker never comes."""
