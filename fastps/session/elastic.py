@@ -214,7 +214,11 @@ class ElasticSession(RegroupMixin, Session):
 
     def scope(self) -> Scope:
         """Open a scope for operations whose results are handed out together."""
-        return Scope()
+        return Scope(on_close=self._tell_unattended)
+
+    def _tell_unattended(self) -> None:
+        with self.changed:
+            self.unattended.notify_all()
 
     def push_pull(self, tensor: Arrays, name: Names, **options: Any) -> Array | list[Array]:
         """Sum tensor over all workers of the view; see Session.push_pull(). Blocks."""
@@ -373,7 +377,7 @@ class ElasticSession(RegroupMixin, Session):
                     handle.scope.handles.append(handle)
                 self._active.update(dict.fromkeys(handle.names, handle))
                 self._latest.update(dict.fromkeys(handle.names, handle))
-                if not handle.is_awaited:
+                if handle.scope is None and not handle.is_awaited:  # Scope.close() tells of others
                     self.unattended.notify_all()
 
         self._in_a_view(start)
@@ -432,8 +436,7 @@ class ElasticSession(RegroupMixin, Session):
             self._settle_one(handle, deadline, limit_s)
         except BaseException:
             unit.is_awaited = False
-            with self.changed:
-                self.unattended.notify_all()
+            self._tell_unattended()
             raise
 
     def _settle_one(self, handle: ElasticHandle, deadline: float, limit_s: float) -> None:
@@ -618,8 +621,9 @@ class ElasticSession(RegroupMixin, Session):
 
     @property
     def _is_unattended(self) -> bool:
-        """Whether something is active that no thread waits for; the caller holds the lock."""
-        return self._is_tracking or not all(one.unit.is_awaited for one in self._active.values())
+        """Whether something may land that no thread waits for; the caller holds the lock."""
+        units = (one.unit for one in self._active.values())
+        return self._is_tracking or any(one.is_closed and not one.is_awaited for one in units)
 
     @property
     def _is_tracking(self) -> bool:

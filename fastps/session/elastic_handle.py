@@ -44,18 +44,22 @@ class Scope:
     """Operations whose results are handed out together: all of them, or none.
 
     push_pull_async(scope=) puts one in, until close(), which all workers call after they have put
-    in the same operations. None may be awaited before.
+    in the same operations. None may be awaited before. on_close: called then, if no thread is
+    about to wait for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_close: Callable[[], None] | None = None) -> None:
+        self._on_close = on_close
         self.handles: list[ElasticHandle] = []
         self.is_closed = False
         self.reported = 0  # as of ElasticHandle
         self.is_awaited = False  # as of ElasticHandle
 
-    def close(self) -> None:
-        """Say that all operations are in."""
-        self.is_closed = True
+    def close(self, *, is_awaited: bool = False) -> None:
+        """Say that all operations are in. is_awaited: the calling thread waits for them next."""
+        self.is_closed, self.is_awaited = True, is_awaited
+        if self._on_close is not None and not is_awaited:
+            self._on_close()
 
     def has_landed(self, view: int) -> bool:
         """Return whether all operations are in, and have landed in a view."""
@@ -71,6 +75,7 @@ class ElasticHandle(Handle[Array | list[Array]]):
     """
 
     _factor: tuple[float, DType] | None = None
+    is_closed = True  # as of Scope
 
     def __init__(
         self,

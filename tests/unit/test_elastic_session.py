@@ -140,6 +140,19 @@ def test_a_scope_is_reported_as_a_whole(session):
     assert report(session) == []
 
 
+def test_who_reports_landings_is_woken_for_what_can_land_and_nobody_awaits(session):
+    told = []
+    scope = Scope(on_close=lambda: told.append("closed"))
+    started(session, "a", scope=scope)
+    assert not session._is_unattended  # a step that is still being sent
+    scope.close()
+    assert session._is_unattended
+    assert told == ["closed"]
+    scope.close(is_awaited=True)
+    assert not session._is_unattended
+    assert told == ["closed"]
+
+
 def test_what_failed_in_the_last_view_accuses_nobody_in_this_one(session):
     """A thread may learn of the failure before the view changes, and word it after that."""
     session._fatal, session._news, session._is_changing = None, None, False

@@ -126,7 +126,7 @@ class ElasticStep(GradientExchange):
 
     def wait(self) -> None:
         """Wait for the whole step, and write the results; raise its first error."""
-        self.all_sent()
+        self.all_sent(is_awaited=True)
         super().wait()
 
     def take_in_flight(self) -> list[tuple[Waitable, Sequence[Bucket]]]:
@@ -134,11 +134,11 @@ class ElasticStep(GradientExchange):
         self.all_sent()
         return super().take_in_flight()
 
-    def all_sent(self) -> None:
-        """Close the scope of the step."""
+    def all_sent(self, *, is_awaited: bool = False) -> None:
+        """Close the scope of the step. is_awaited: as of Scope.close()."""
         scope, self._scope = self._scope, None
         if scope is not None:
-            scope.close()
+            scope.close(is_awaited=is_awaited)
             self._history.add_step(scope)
 
     def _start_one(self, index: int) -> None:
