@@ -364,4 +364,5 @@ def _member(item: Peer, machines: dict[str, int]) -> Member:
         join.unix,
         join.host_id,
         join.gid,
+        item.place or 0,
     )

@@ -11,6 +11,11 @@ has a deadline.
 The scheduler's deadline comes first, because its error can name the missing members; the client's
 deadline, a little later, matters only if the scheduler does not answer.
 
+Where the scheduler's launcher starts another one after its death, the reader thread comes back to
+that one, and reports what it was told in this view (ledger.py, recovery.py). Requests fail
+meanwhile with ViewChangedError, since the next view begins then; those to meetings that have ended
+for other members are answered.
+
 A forked child is not a member: its copies of the descriptors are closed right after the fork, and
 every call there raises NotInitializedError.
 """
@@ -40,6 +45,7 @@ from fastps.control.blame import pulse_s, unheard_text
 from fastps.control.dial import Notice, dial, dial_control, token_of
 from fastps.control.frames import ControlSocket
 from fastps.control.identity import host_id, machine_name
+from fastps.control.ledger import Asked, Ledger
 from fastps.control.local_thread import BEATS, stat_of
 from fastps.control.probe import PULSE_PAYLOAD, listen_for_probes, probe
 from fastps.control.protocol import (
@@ -70,11 +76,14 @@ from fastps.control.protocol import (
     KeysFailed,
     KeysReady,
     Leave,
+    Meeting,
     PeerLost,
     Regroup,
     Regrouped,
+    Rejoined,
     ReportLost,
     Request,
+    ResultsCommitted,
     StallTold,
     Started,
     Tell,
@@ -99,6 +108,7 @@ from fastps.errors import (
     ProtocolError,
     ShutdownError,
     StallError,
+    ViewChangedError,
 )
 from fastps.native.condition import Condition
 from fastps.security.handshake import Purpose
@@ -113,6 +123,11 @@ ADMITTED_S = 7 * 86400.0  # for a newcomer to be admitted
 NOTICE_S = 5.0  # to write a message that has no answer
 LOOKS = 4  # at waiting operations, within the time of the stall watch
 MAX_LOOK_S = 2.5
+REDIAL_S = 5.0  # to reach a scheduler that takes over from one that died
+AWAY = (
+    "the scheduler died, and its launcher starts another one; the job goes on in a new view: call "
+    "the operation again on all workers"
+)
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 
@@ -129,8 +144,14 @@ def _forget_clients_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_clients_in_child)
 
 
+class _Gone(FastPSError):
+    """The connection to a scheduler that takes over has ended too."""
+
+
 class Reply(Future[Answer]):
     """An answer to come, which a waiting main thread may give up by Ctrl-C: see Condition."""
+
+    asked: Asked | None = None  # of a meeting
 
     def __init__(self) -> None:
         """Wait for it."""
@@ -199,7 +220,16 @@ class ControlClient:
         self._send_lock = threading.Lock()  # one frame at a time; taken alone
         self._unsent: deque[bytearray] = deque()  # messages without answer that wait for the lock
         self._lock = threading.Lock()  # _pending, _cause, _is_closed; never held while waiting
-        self._pending: dict[int, Future[Answer]] = {}
+        self._pending: dict[int, Reply] = {}
+        self._epoch = 0  # number of connections to schedulers before this one
+        self._is_here = threading.Event()  # the scheduler: it has not died, or another one is
+        self._is_here.set()
+        self._term = 0  # of the scheduler; 0: no other one would follow it
+        self._ledger = Ledger()  # of the reader thread
+        self._join_sent: Join | None = None
+        self._start_sent: AwaitStart | None = None
+        self._leave_request = -1
+        self._has_left = False
         self._numbers = itertools.count(1)
         self._cause: FastPSError | None = None  # why no request can succeed any more
         self._first_lost: PeerLost | None = None
@@ -286,8 +316,12 @@ class ControlClient:
         twice start_timeout_s, and a newcomer until it is admitted. Raises ViewChangedError when
         another member is lost meanwhile, and PeerLostError when too few are left.
         """
+        self._is_here.wait(self._config.start_timeout_s)
         timeout_s = 2 * self._config.start_timeout_s if self._job else ADMITTED_S
         wait = AwaitStart(next(self._numbers), timeout_s, port, unix)
+        if self._join_sent is not None and (port or unix):
+            self._join_sent = replace(self._join_sent, port=port, unix=unix)
+        self._start_sent = wait
         return self._ask(wait, Started, what="the next view of the job", timeout_s=timeout_s).job
 
     # ---- requests of workers ----
@@ -464,6 +498,8 @@ class ControlClient:
         try:
             message = Leave(next(self._numbers), timeout_s)
             self._check_may_wait("leaving")
+            self._is_here.wait(timeout_s)
+            self._leave_request = message.request
             asked = self._begin(message, Done, what="leaving", timeout_s=timeout_s)
             if not self._is_silent:
                 asked.wait()
@@ -539,6 +575,7 @@ class ControlClient:
     def _join(self, message: Join, deadline: float) -> None:
         timeout_s = self._config.handshake_timeout_s
         joined = self._ask(message, Joined, what="joining the job", timeout_s=timeout_s)
+        self._join_sent, self._term = message, joined.term
         self._start_pulse(joined, deadline)
         if message.is_newcomer:
             self.expected = joined.rank, joined.size
@@ -551,13 +588,14 @@ class ControlClient:
     def _take_start(self, started: Started) -> None:
         """Take the job, or its next view, on the reader thread: events after it are of it."""
         self._job = job = started.job
+        self._ledger.begin(job.generation)
         job_id = self._config.job_id
         if self._token.is_own:
             self.keys = unseal_keys(self._token, job_id, started.keys)
         else:
             self.keys = make_keys(self._token, job_id, job.me, job.members[job.me].machine)
 
-    def _start_pulse(self, joined: Joined, deadline: float) -> None:
+    def _start_pulse(self, joined: Joined | Rejoined, deadline: float) -> None:
         is_here = joined.host_id == host_id()
         beats = stat_of(joined.pid, BEATS) if is_here else None
         with dial(
@@ -601,11 +639,11 @@ class ControlClient:
         self._check_usable()
         frame = pack_to_scheduler(message)
         deadline = time.monotonic() + timeout_s + GRACE_S
-        future = self._enlist(message.request)
+        future, epoch = self._enlist(message)
         give_up = functools.partial(self._unlist, message.request)
         asked = PendingReply(future, kind, what, timeout_s, deadline, give_up)
         try:
-            self._write(frame, deadline)
+            self._write(frame, deadline, epoch)
         except TimeoutError as error:
             raise asked.timeout_error() from error
         return asked
@@ -614,13 +652,18 @@ class ControlClient:
         with self._lock:
             self._pending.pop(number, None)
 
-    def _enlist(self, number: int) -> Reply:
+    def _enlist(self, message: Request) -> tuple[Reply, int]:
+        """Return the future of a request, and of which connection it is."""
         future = Reply()
+        if self._term and isinstance(message, Meeting):
+            future.asked = Asked(message)
         with self._lock:
             if self._cause is not None:
                 raise type(self._cause)(str(self._cause))
-            self._pending[number] = future
-        return future
+            if not self._is_here.is_set():
+                raise ViewChangedError(AWAY)
+            self._pending[message.request] = future
+            return future, self._epoch
 
     def send(self, message: ToScheduler) -> None:
         """Send a message without answer; if another thread is sending, that thread sends it.
@@ -633,19 +676,23 @@ class ControlClient:
 
     def _send_unsent(self) -> None:
         """Send queued messages, unless another thread holds the lock and will send them."""
-        while self._unsent and self._send_lock.acquire(blocking=False):
+        while self._unsent and self._is_here.is_set() and self._send_lock.acquire(blocking=False):
             try:
                 while self._unsent:
                     self._write_locked(self._unsent.popleft(), time.monotonic() + NOTICE_S)
             finally:
                 self._send_lock.release()
 
-    def _write(self, frame: bytearray, deadline: float) -> None:
-        """Send a frame, and then the messages that others have queued meanwhile."""
+    def _write(self, frame: bytearray, deadline: float, epoch: int) -> None:
+        """Send a frame, and then the messages that others have queued meanwhile.
+
+        epoch: of the connection that it is for; the request has failed if there is another one.
+        """
         if not self._send_lock.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise TimeoutError("another thread is still sending")
         try:
-            self._write_locked(frame, deadline)
+            if self._epoch == epoch:
+                self._write_locked(frame, deadline)
         finally:
             self._send_lock.release()
         self._send_unsent()
@@ -662,23 +709,129 @@ class ControlClient:
     # ---- the reader thread ----
 
     def _read(self) -> None:
-        try:
-            while True:
-                body = self._read_body()
-                if body is None:
-                    break
-                self._take(unpack_to_member(body))
-            cause = self._write_failure or "it closed the connection: it ended or was killed"
-        except ProtocolError as error:
-            cause = str(error)
-        except OSError as error:
-            cause = f"the connection broke: {error.strerror or error}"
-        pulse = self._pulse
-        silent_s = 0.0 if pulse is None else pulse.silent_s
+        silent_s = 0.0
+        while True:
+            cause = self._read_all()
+            pulse = self._pulse
+            silent_s = 0.0 if pulse is None else pulse.silent_s
+            if silent_s or not self._may_come_back():
+                break
+            try:
+                self._come_back()
+            except (FastPSError, OSError) as error:
+                cause = f"{cause}; no other one takes over: {error}"
+                break
         self._scheduler_lost(unheard_text(silent_s) if silent_s else cause)
         if silent_s:  # it may live, and is told
             with contextlib.suppress(FastPSError):
                 self.send(Unheard(silent_s))
+
+    def _read_all(self) -> str:
+        """Take all messages of a connection; return why it has ended."""
+        try:
+            while (body := self._read_body()) is not None:
+                self._take(unpack_to_member(body))
+        except ProtocolError as error:
+            return str(error)
+        except OSError as error:
+            return f"the connection broke: {error.strerror or error}"
+        return self._write_failure or "it closed the connection: it ended or was killed"
+
+    # ---- another scheduler ----
+
+    def _may_come_back(self) -> bool:
+        """Return whether another scheduler follows that may need this member; then await it."""
+        has_joined = self._job is not None or self._start_sent is not None
+        is_over = self._has_left or self._over is not None or self._first_lost is not None
+        with self._lock:
+            if not (self._term and has_joined) or is_over or self._is_closed or self._cause:
+                return False
+            self._is_here.clear()
+        return True
+
+    def _come_back(self) -> None:
+        """Come back to the scheduler that takes over; blocks. Raises FastPSError, OSError."""
+        log.info("the scheduler died; this process comes back to the one that takes over")
+        self._stop_pulse()
+        self._write_failure = ""
+        while True:
+            try:
+                answer = self._report()
+                break
+            except (_Gone, OSError) as error:
+                log.info("the scheduler that takes over has ended: %s", error)
+                if self._is_closed:
+                    raise
+        self._term = answer.term
+        if self._leave_request not in self._pending:
+            self._start_pulse(answer, time.monotonic() + REDIAL_S)
+        if isinstance(answer, Rejoined):
+            for members, entries in answer.committed:
+                self._take(ResultsCommitted(entries, members))
+        self._answer_pending(answer)
+        self._send_unsent()
+
+    def _report(self) -> Joined | Rejoined:
+        """Dial once, and report what this member is; return the answer."""
+        control = dial_control(self._config, self._token, deadline=time.monotonic() + REDIAL_S)
+        with self._send_lock:
+            before, self._sock, self._frames = self._sock, control.sock, control.frames
+            self._epoch += 1
+        before.close()
+        request = next(self._numbers)
+        assert self._join_sent is not None
+        join = replace(self._join_sent, request=request)
+        message = join if self._job is None else self._ledger.rejoin(
+            request, join, self._job, term=self._term, leaves=self._leave_request in self._pending
+        )  # fmt: skip
+        control.sock.settimeout(None)
+        until = time.monotonic() + self._config.lease_s + REDIAL_S + 2 * GRACE_S
+        sockets.write_all(
+            self._sock, self._frames.seal(pack_to_scheduler(message)), deadline=until
+        )
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while poll.poll(max(until - time.monotonic(), 0.0) * 1000):
+            body = self._read_frame()
+            if body is None:
+                raise _Gone("it closed the connection")
+            found = unpack_to_member(body)
+            if not isinstance(found, Answer) or found.request != request:
+                self._take(found)
+            elif isinstance(found, Joined | Rejoined):
+                return found
+            else:
+                raise failure_of(found) if isinstance(found, Failed) else ProtocolError(f"{found}")
+        raise StallError("it did not answer")
+
+    def _answer_pending(self, answer: Joined | Rejoined) -> None:
+        """Answer the requests that the last scheduler took with it, or let them fail.
+
+        A newcomer's wait for its first view goes on.
+        """
+        waits = self._start_sent if self._job is None else None
+        with self._lock:
+            left = dict(sorted(self._pending.items()))
+            self._pending.clear()
+            if waits is not None and waits.request in left:
+                self._pending[waits.request] = left.pop(waits.request)
+            else:
+                waits = None
+            self._is_here.set()
+        if (leaving := left.pop(self._leave_request, None)) is not None:
+            self._has_left = True
+            leaving.set_result(Done(self._leave_request))
+        if isinstance(answer, Rejoined):
+            meetings = [one.asked for one in left.values() if one.asked is not None]
+            for asked, known in self._ledger.answered(meetings, answer.met):
+                self._ledger.note(asked, known)
+                left.pop(asked.request).set_result(known)
+        for future in left.values():
+            future.set_exception(ViewChangedError(AWAY))
+        if waits is not None:
+            frame = pack_to_scheduler(waits)
+            with contextlib.suppress(TimeoutError):  # then the scheduler is lost, or reads it late
+                self._write(frame, time.monotonic() + NOTICE_S, self._epoch)
 
     def _watch_until_readable(self) -> None:
         """Call `watch` periodically until there is something to read."""
@@ -695,6 +848,9 @@ class ControlClient:
     def _read_body(self) -> bytes | None:
         if self._config.stall_watch_s:
             self._watch_until_readable()
+        return self._read_frame()
+
+    def _read_frame(self) -> bytes | None:
         prefix = sockets.read_blocking(self._sock, LENGTH.size)
         if not prefix:
             return None
@@ -707,14 +863,19 @@ class ControlClient:
         if isinstance(message, Started):
             self._take_start(message)
         if isinstance(message, Answer):
+            self._has_left = self._has_left or message.request == self._leave_request
             with self._lock:
                 future = self._pending.pop(message.request, None)
             if future is not None:
+                if future.asked is not None:
+                    self._ledger.note(future.asked, message)
                 future.set_result(message)
             return
         if isinstance(message, Confirm):
             self._confirm(message)
             return
+        if self._term:
+            self._ledger.take(message)
         if isinstance(message, PeerLost):
             if not message.goes_on or message.rank == self.job.me:
                 self._note_lost(message)
@@ -778,6 +939,7 @@ class ControlClient:
             self._cause = self._cause or cause
             waiting = list(self._pending.values())
             self._pending.clear()
+            self._is_here.set()
         for future in waiting:
             future.set_exception(type(cause)(str(cause)))
         return is_first

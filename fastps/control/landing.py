@@ -98,7 +98,7 @@ class LandingMixin:
         for one in differences:
             self._note_difference(member, one, now)
         if done:
-            committed = ResultsCommitted(tuple(done))
+            committed = ResultsCommitted(tuple(done), message.members)
             self._out += [
                 Send(item.peer, committed) for item in self._programs() if item.number in members
             ]

@@ -9,6 +9,7 @@ Phases:  LOBBY --all joined--> RUNNING --all workers left--> LOBBY of the next g
          RUNNING --a member is lost--> BROKEN --all gone--> OVER
          RUNNING --a member is lost, or newcomers join, elastic--> LOBBY of the next generation,
          its next view
+         LOBBY --members of a scheduler that died have come back--> RUNNING --at once--> LOBBY
          LOBBY --no member came for too long--> OVER
 
 Servers stay from generation to generation; workers join each generation again, and may already
@@ -85,6 +86,7 @@ from fastps.control.protocol import (
     PeerLeft,
     PeerLost,
     Regroup,
+    Rejoin,
     ReportLost,
     ResultsLanded,
     Started,
@@ -99,9 +101,11 @@ from fastps.control.protocol import (
     Waiting,
     Whereabouts,
 )
+from fastps.control.recovery import RecoveryMixin
 from fastps.control.silence import SilenceMixin
 from fastps.control.start_watch import MissingMembers, Place, StartWatch
 from fastps.control.testimony import TestimonyMixin
+from fastps.control.view_log import ALL_LEFT as VIEW_OVER
 from fastps.control.view_log import NOT_REPLAYED, Replay, ViewRecord
 from fastps.errors import ConfigError
 
@@ -115,7 +119,7 @@ VIEW_CHANGES = "a member was lost, and the job goes on in a new view"
 TOGETHER_S = 10.0  # members whose waits for the start end within this time end together
 
 
-class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
+class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin, RecoveryMixin):
     """The members of one job, their collectives and declarations."""
 
     def __init__(
@@ -126,12 +130,14 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         machines: Mapping[Place, str] | None = None,
         state_of: Callable[[int, Join], str] = lambda *_: "",
         replay: Sequence[ViewRecord] = (),
+        takes_over: tuple[int, int] | None = None,
     ) -> None:
         """Open the first lobby; machines: of future members, as far as a launcher knows them.
 
         state_of: returns the state of the thread that sends a peer's heartbeats, if its process
         can be seen from here, or UNREACHED. replay: views of another job, which this one makes
-        again.
+        again. takes_over: from a scheduler that died: term of this one, and how many views have
+        ended before the present program's first.
         """
         self.phase = Phase.LOBBY
         self.generation = 1
@@ -170,6 +176,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         self._n_views = 0  # that have ended, and before the present program's first
         self._views_before = 0
         self._in_view: tuple[int, ...] = ()  # workers, by the ranks that they began with
+        if takes_over is not None:
+            self._begin_recovery(*takes_over, now)
 
     # ---- events ----
 
@@ -178,6 +186,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         member = self._peers.get(peer)
         if isinstance(message, Join):
             self._join(peer, message, now)
+        elif isinstance(message, Rejoin):
+            self._rejoin(peer, message, now)
         elif isinstance(message, Absent) and peer == LAUNCHER:
             self._take_report(message, now)
         elif (newcomer := self._newcomers.get(peer)) is not None:
@@ -219,6 +229,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
     def closed(self, peer: int, cause: str, now: float) -> list[Action]:
         """Handle the end of a peer's control connection without a leave."""
         self._let_newcomer_go(peer, cause)
+        if self._recovery is not None:
+            self._recovery.drop(peer)
         self._end_of(peer, cause, now)
         return self._drain(now)
 
@@ -271,6 +283,8 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         self._send_declared(self._declarations.expire(now))
         if self._change_until <= now:
             self._drop_absent_survivors(now)
+        if self._come_until <= now:
+            self._take_over_late(now)
         if self._idle_until <= now:
             self._idle_timed_out(now)
         if self._watch.due <= now:
@@ -291,7 +305,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         times += [member.leave_deadline for member in self._leaving()]
         parts = (self._collectives.next_deadline(), self._declarations.next_deadline())
         times += [time for time in parts if time is not None]
-        times += [self._idle_until, self._watch.due, self._change_until]
+        times += [self._idle_until, self._watch.due, self._change_until, self._come_until]
         times.append(self._newcomers.next_deadline())
         if self._is_starting:
             times.append(self._missing.next_deadline())
@@ -302,6 +316,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         """List (peer, request) of all unanswered requests."""
         waiting = set(self._collectives.waiting()) | set(self._declarations.waiting())
         waiting |= set(self._newcomers.waiting())
+        waiting |= set(() if self._recovery is None else self._recovery.waiting())
         asked = ((one.peer, what) for one in self._peers.values()
                  for what in (one.start_request, one.leave_request))  # fmt: skip
         return waiting | {(peer, what.request) for peer, what in asked if what is not None}
@@ -414,7 +429,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         return self.phase is Phase.LOBBY and not self.is_changing
 
     def _start_if_complete(self, now: float) -> None:
-        if self.phase is not Phase.LOBBY:
+        if self.phase is not Phase.LOBBY or self._recovery is not None:
             return
         workers, servers = self._programs(), self._of_role("server")
         if len(workers) < self._view.n_programs or len(servers) < self._view.num_servers:
@@ -611,6 +626,10 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
 
     def _take_report(self, message: Absent, now: float) -> None:
         """Take a launcher's report: before the start, others may wait in vain for this process."""
+        if self._recovery is not None:
+            self._recovery.note_end(message)
+            self._take_over_if_complete(now)
+            return
         if self.phase is Phase.LOBBY and not (self.is_changing or message.is_newcomer):
             cause = f"{message.cause} before the job had started"
             self._missing.add(replace(message, cause=cause))
@@ -828,7 +847,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
 
     def _next_generation(self, now: float) -> None:
         if self._config.elastic_min:
-            self._end_view("all workers have left")
+            self._end_view(VIEW_OVER)
         self._end_newcomers(ALL_LEFT)
         self.phase = Phase.LOBBY
         self.generation += 1
@@ -898,6 +917,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin):
         for item in self._peers.values():
             self._fail_start(item, "shutdown", f"the job is over: {reason}")
         self._end_newcomers(reason)
+        self._end_recovery(reason)
         self._dismiss(self._leaving())
         self._tell_all(JobOver(reason))
         self._idle_until = now + self._config.shutdown_timeout_s

@@ -75,6 +75,8 @@ Pieces: TypeAlias = tuple[tuple[Nbytes, Rank], ...]  # bytes and owner of each p
 # A job has no more tensors than pieces, so no message has more names.
 _Many = Meta(max_length=MAX_PIECES)
 Parts: TypeAlias = Annotated[tuple[tuple[Text, Code, Shape], ...], _Many]
+# Entries by the members that they landed on; (): all.
+Committed: TypeAlias = tuple[tuple[tuple[Rank, ...], tuple[Entry, ...]], ...]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -91,7 +93,7 @@ class Member(_Record, frozen=True):
 
     machine: dense number; those with workers come first, by their lowest rank. unix: abstract
     name of a Unix socket, empty if it has none, for peers of the same host_id. gid: address of
-    its RDMA device, empty if it has none that it can use.
+    its RDMA device, empty if it has none that it can use. place: the rank that it began with.
     """
 
     role: Role
@@ -104,6 +106,7 @@ class Member(_Record, frozen=True):
     unix: Text
     host_id: Text
     gid: Text = ""
+    place: Rank = 0
 
 
 class Job(_Record, frozen=True):
@@ -295,7 +298,8 @@ class Absent(_Message, frozen=True):
     """Report, instead of a Join, that a process of this machine has ended; without answer.
 
     From launchers. Before the start it counts where there is no such member, later where there is
-    one with this pid. is_newcomer: it joined a running job, or was to.
+    one with this pid. is_newcomer: it joined a running job, or was to. has_succeeded: its exit
+    code was 0.
     """
 
     role: Role
@@ -304,6 +308,7 @@ class Absent(_Message, frozen=True):
     pid: Id
     cause: Text
     is_newcomer: bool = False
+    has_succeeded: bool = False
 
 
 class Attend(_Message, frozen=True):
@@ -314,6 +319,27 @@ class Attend(_Message, frozen=True):
 
     role: Role
     rank: Rank
+
+
+class Rejoin(_Message, frozen=True):
+    """Ask, instead of a Join, to go on after a death of the scheduler; answered by Rejoined.
+
+    job: the last one that started here. term: of the scheduler that died. told, boundary:
+    generations of the last view that it announced, and of the last for newcomers. committed: the
+    last of each name, as this member knows. met: answers in this view: meeting, number among
+    those of its name, answer.
+    """
+
+    request: Id
+    join: Join
+    job: Job
+    term: Id
+    told: Id
+    boundary: Id
+    left: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)] = ()
+    committed: Committed = ()
+    met: Met = ()
+    leaves: bool = False
 
 
 class AwaitEnds(_Message, frozen=True):
@@ -547,7 +573,7 @@ class Malformed(_Record, frozen=True):
 
 Meeting: TypeAlias = Barrier | Blob | Forget | Dispute | Regroup  # all workers must come
 # these are answered
-Request: TypeAlias = Join | AwaitStart | AskClock | Declare | Meeting | Waiting | Leave
+Request: TypeAlias = Join | Rejoin | AwaitStart | AskClock | Declare | Meeting | Waiting | Leave
 ToScheduler: TypeAlias = (
     Request
     | Absent
@@ -572,7 +598,7 @@ class Joined(_Message, frozen=True):
     """The member has joined; `member`: its sender number for the pulse connection.
 
     pid, host_id: of the scheduler, as the members say theirs in Join. rank, size: those that a
-    newcomer would have now.
+    newcomer would have now. term: of this scheduler; 0: no other one follows if it dies.
     """
 
     request: Id
@@ -581,6 +607,19 @@ class Joined(_Message, frozen=True):
     host_id: Text = ""
     rank: Rank = 0
     size: Count = 0
+    term: Id = 0
+
+
+class Rejoined(_Message, frozen=True):
+    """All members have come back, or are lost; committed, met: what only others know."""
+
+    request: Id
+    member: Sender
+    pid: Id = 0
+    host_id: Text = ""
+    term: Id = 0
+    committed: Committed = ()
+    met: Met = ()
 
 
 class Started(_Message, frozen=True):
@@ -706,9 +745,10 @@ class Newcomers(_Message, frozen=True):
 
 
 class ResultsCommitted(_Message, frozen=True):
-    """Results have landed on all workers of the view, and may be handed out."""
+    """Results have landed on all workers of the view, or these members: they may be handed out."""
 
     entries: tuple[Entry, ...]
+    members: tuple[Rank, ...] = ()
 
 
 class PeerLeft(_Message, frozen=True):
@@ -838,8 +878,10 @@ Event: TypeAlias = (
     | NewJob
     | JobOver
 )
+Success: TypeAlias = Done | BlobData | Regrouped  # of a meeting
+Met: TypeAlias = tuple[tuple[Text, Id, Success], ...]
 Answer: TypeAlias = (
-    Joined | Started | ClockTold | Declared | BlobData | Done | Regrouped | StallTold | Failed
+    Joined | Rejoined | Started | ClockTold | Declared | Success | StallTold | Failed
 )
 ToMember: TypeAlias = Event | Answer
 
@@ -868,13 +910,6 @@ _encoder = msgspec.msgpack.Encoder()
 _to_scheduler: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
 _to_member: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)
 _to_numbered = msgspec.msgpack.Decoder(_Numbered)
-_to_spec = msgspec.msgpack.Decoder(TensorSpec)
-
-
-def relaid(spec: TensorSpec, chunk_bytes: int) -> TensorSpec:
-    """Return a declaration for links that carry other frames."""
-    layout = msgspec.structs.replace(spec.layout, chunk_bytes=chunk_bytes)
-    return msgspec.structs.replace(spec, layout=layout)
 
 
 def pack(message: ToScheduler | ToMember) -> bytearray:
@@ -889,19 +924,6 @@ def pack(message: ToScheduler | ToMember) -> bytearray:
         )
     LENGTH.pack_into(frame, 0, nbytes)
     return frame
-
-
-def pack_spec(spec: TensorSpec) -> bytes:
-    """Encode a worker's declaration for another worker."""
-    return _encoder.encode(spec)
-
-
-def unpack_spec(data: bytes) -> TensorSpec:
-    """Decode another worker's declaration; ProtocolError if it is malformed."""
-    try:
-        return _to_spec.decode(data)
-    except _MALFORMED as error:
-        raise ProtocolError(f"a declaration of another worker is malformed: {error}") from error
 
 
 def body_nbytes(prefix: bytes) -> int:

@@ -48,6 +48,8 @@ from fastps.control.protocol import (
     Joined,
     Malformed,
     PeerLost,
+    Rejoin,
+    Rejoined,
     Started,
     Tell,
     ToMember,
@@ -57,7 +59,7 @@ from fastps.control.protocol import (
 )
 from fastps.control.silence import UNREACHED
 from fastps.control.start_watch import Place
-from fastps.control.view_log import ViewRecord, read_records, write_records
+from fastps.control.view_log import ViewRecord, read_records, views_before, write_records
 from fastps.errors import ConfigError, ProtocolError
 from fastps.files import text_of
 from fastps.security.handshake import Claim, Purpose, ServerHandshake
@@ -104,15 +106,27 @@ class Scheduler:
         listeners: Sequence[socket.socket] = (),
         machines: Mapping[Place, str] | None = None,
         on_change: Callable[[], None] = lambda: None,
+        term: int = 0,
     ) -> None:
         """listeners: bound sockets to take over; on_ready: called with host and port.
 
         machines: of the members, as far as a launcher knows. on_change: called on the loop's
-        thread when the state of the job may have changed, before any member hears of it. Raises
-        ConfigError for a wrong token, and for encryption that there is not.
+        thread when the state of the job may have changed, before any member hears of it. term:
+        0 where no other one follows a scheduler that dies; else its number, from 1 on, and those
+        from 2 on take over. Raises ConfigError for a wrong token, and for encryption that there
+        is not.
         """
         self._config = config
         check_encryption(config)
+        self._term = term
+        self._views: list[ViewRecord] = []  # that have ended
+        takes_over = None
+        if term > 1:
+            self._views = _views_so_far(config)
+            takes_over = term, views_before(self._views)
+        else:
+            _begin_view_log(config)
+        self._has_old_views = term > 1  # some of which may have to be written again
         # changed on the loop's thread alone, read by others
         self.membership = Membership(
             config,
@@ -120,9 +134,8 @@ class Scheduler:
             machines=machines,
             state_of=self._state_of,
             replay=_views_to_replay(config),
+            takes_over=takes_over,
         )
-        self._views: list[ViewRecord] = []  # that have ended
-        _begin_view_log(config)
         self._on_ready = on_ready
         self._on_change = on_change
         self._listeners = list(listeners)
@@ -305,22 +318,25 @@ class Scheduler:
                  else whose(self._token, lane, sender))  # fmt: skip
         return Claim(token.key(CONTROL, self._config.job_id), token.who if token.is_own else "")
 
-    def _is_its_own(self, join: Join | Absent | Attend, token: Token, writer: FrameWriter) -> bool:
+    def _is_its_own(
+        self, join: Join | Rejoin | Absent | Attend, token: Token, writer: FrameWriter
+    ) -> bool:
         """Return whether a member joins with the role and rank of its token; else refuse it."""
-        if not token.is_own or (join.role, join.rank) == (token.role, token.rank):
+        asked = join.join if isinstance(join, Rejoin) else join
+        if not token.is_own or (asked.role, asked.rank) == (token.role, token.rank):
             return True
-        said = f"{join.role} {join.rank}"
+        said = f"{asked.role} {asked.rank}"
         text = f"{token.who} claims to be {said}, which its token does not prove"
         host, *_ = writer.get_extra_info("peername") or ("unknown",)
         self._gate.refuse("another's place", host, text)
-        if isinstance(join, Join):
+        if isinstance(join, Join | Rejoin):
             cure = "set FASTPS_ROLE and FASTPS_RANK to what FASTPS_TOKEN_FILE is for"
             writer.write_frame(pack(Failed(join.request, "config", f"{text}; {cure}")))
         return False
 
-    async def _read_join(self, reader: FrameReader) -> Join | Absent | Attend:
+    async def _read_join(self, reader: FrameReader) -> Join | Rejoin | Absent | Attend:
         message = await _read_message(reader)
-        if not isinstance(message, Join | Absent | Attend):
+        if not isinstance(message, Join | Rejoin | Absent | Attend):
             raise ProtocolError(
                 f"the first message of a member must be Join, got {type(message).__name__}"
             )
@@ -332,7 +348,7 @@ class Scheduler:
         self,
         sender: int,
         token: Token,
-        join: Join | Absent | Attend | None,
+        join: Join | Rejoin | Absent | Attend | None,
         reader: FrameReader,
         writer: FrameWriter,
     ) -> None:
@@ -351,15 +367,15 @@ class Scheduler:
     async def _serve_control(
         self,
         token: Token,
-        join: Join,
+        join: Join | Rejoin,
         reader: FrameReader,
         writer: FrameWriter,
     ) -> None:
         peer, self._next_peer = self._next_peer, self._next_peer + 1
         self._controls[peer] = writer
         self._tokens[peer] = token
-        if join.is_newcomer and not token.is_own:  # the job's token proves no rank
-            join = replace(join, rank=None)
+        if not token.is_own:  # the job's token proves no rank
+            join = _without_rank(join)
         cause = "its control connection closed: it crashed, was killed or ended without shutdown()"
         try:
             self._do(self.membership.receive(peer, join, self._loop.time()))
@@ -468,7 +484,8 @@ class Scheduler:
 
     def _note(self, record: ViewRecord) -> None:
         """Write the log of views, if there is one."""
-        self._views[record.view - 1 : record.view] = [record]
+        until = len(self._views) if self._has_old_views else record.view
+        self._views[record.view - 1 : until], self._has_old_views = [record], False
         if self._config.view_log:
             try:
                 write_records(self._config.view_log, self._views)
@@ -481,8 +498,8 @@ class Scheduler:
         Keys are for a member that cannot make them itself.
         """
         message, own = action.message, self._tokens[action.peer]
-        if isinstance(message, Joined):
-            return replace(message, pid=os.getpid(), host_id=host_id())
+        if isinstance(message, Joined | Rejoined):
+            return replace(message, pid=os.getpid(), host_id=host_id(), term=self._term)
         if not (isinstance(message, Started) and own.is_own):
             return message
         job = message.job
@@ -609,6 +626,24 @@ def _begin_view_log(config: Config) -> None:
         write_records(config.view_log, [])
     except OSError as error:
         raise ConfigError(f"FASTPS_VIEW_LOG={config.view_log}: {text_of(error)}") from error
+
+
+def _views_so_far(config: Config) -> list[ViewRecord]:
+    """Return the views in the log of a scheduler that died."""
+    if not config.view_log:
+        return []
+    try:
+        return read_records(config.view_log)
+    except ConfigError as error:  # none has ended, or somebody took the file away
+        log.info("the log of views begins anew: %s", error)
+        return []
+
+
+def _without_rank(join: Join | Rejoin) -> Join | Rejoin:
+    """Return what a newcomer says, without the rank that it has not proven."""
+    if isinstance(join, Rejoin):
+        return replace(join, join=replace(join.join, rank=None)) if join.join.is_newcomer else join
+    return replace(join, rank=None) if join.is_newcomer else join
 
 
 def _job_token(config: Config) -> Token:

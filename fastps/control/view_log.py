@@ -23,6 +23,7 @@ NOT_REPLAYED = (
     "the log of FASTPS_REPLAY does not lose it here, so results would differ from here on: "
     "start the replay again"
 )
+ALL_LEFT = "all workers have left"  # how a view ends that no other one of its program follows
 
 
 class ViewRecord(msgspec.Struct, frozen=True):
@@ -97,6 +98,11 @@ def _merged(records: Sequence[ViewRecord]) -> list[ViewRecord]:
         else:
             merged.append(record)
     return merged
+
+
+def views_before(records: Sequence[ViewRecord]) -> int:
+    """Return how many views have ended before the first one of the present program."""
+    return max((one.view for one in records if one.end == ALL_LEFT), default=0)
 
 
 def write_records(path: str, records: Sequence[ViewRecord]) -> None:

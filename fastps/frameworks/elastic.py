@@ -38,7 +38,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
-from fastps.control.protocol import pack_spec, unpack_spec
+from fastps.control.declared import pack_spec, unpack_spec
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import open_folder
 from fastps.frameworks import saved_states

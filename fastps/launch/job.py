@@ -35,6 +35,7 @@ from fastps.launch.cause import (
     cause_where_accused,
     first_of,
 )
+from fastps.launch.limits import StartError
 from fastps.launch.messenger import CauseListener
 from fastps.launch.output import Screen, Stream
 from fastps.launch.processes import Child, end_helpers, helpers, sweep
@@ -59,6 +60,7 @@ _LOOK_S = 1.0  # between looks for stopped workers
 _HELPERS_S = 1.0  # for helpers of ended workers, such as uploaders, to end by themselves
 _READ_BYTES = 64 * 1024
 _LAST_OUTPUT_BYTES = 1 << 20  # of parts that end, kept for a slow reader
+MAX_VAIN = 3  # schedulers in a row that take over, and die before a member has come back
 
 
 class SignalInbox:
@@ -141,6 +143,10 @@ class Job:
         self._on_cause = on_cause
         self._live: LiveLine | MergedLine | None = None
         self._scheduler: SchedulerProcess | None = None
+        self._follow: Callable[[SchedulerProcess], SchedulerProcess] | None = None
+        self._followed: list[Part] = []  # schedulers that died, and from which others took over
+        self._n_vain = 0
+        self._why_end_when_left = ""
         self._cause_listener: CauseListener | None = None
         self._failed: list[Part] = []  # in the order of their ends
         self._lost: list[Part] = []  # failed workers without which the others continue
@@ -173,6 +179,10 @@ class Job:
     def replace_by(self, replace: Callable[[Child], Child | None]) -> None:
         """Set the function that starts a worker instead of a lost one, if it may."""
         self._replace = replace
+
+    def follow_by(self, follow: Callable[[SchedulerProcess], SchedulerProcess]) -> None:
+        """Set the function that starts a scheduler which takes over from one that died."""
+        self._follow = follow
 
     def show_live(self, line: LiveLine | MergedLine) -> None:
         """Show a line about the pace of the job until its work ends; then close it."""
@@ -225,10 +235,11 @@ class Job:
         the scheduler, or from losing the connection to it.
         """
         if self._scheduler is not None and any(part.role in PROGRAMS for part in self.parts):
-            self._scheduler.end_when_left("its workers have left")
+            self._why_end_when_left = "its workers have left"
+            self._scheduler.end_when_left(self._why_end_when_left)
         role = "server" if self._scheduler is None else "scheduler"
-        awaited = self._alive(role)
-        self._wait_while(lambda: self.cause is None and self._alive(role) == awaited != [])
+        awaited = len(self._alive(role))
+        self._wait_while(lambda: self.cause is None and len(self._alive(role)) == awaited > 0)
         until = time.monotonic() + self._grace_s
         self._wait_while(lambda: self.cause is None and bool(self._alive("server")), until=until)
 
@@ -342,6 +353,8 @@ class Job:
 
     def _notice_ends(self) -> None:
         ended = [part for part in self.parts if part.notice_end()]
+        if self._scheduler in ended and self._has_follower(self._scheduler):
+            ended = [part for part in ended if part not in self._followed]
         failed = [part for part in ended if part.exit_code != 0]
         if self._scheduler is not None:
             self._scheduler.receive_news()  # what it knew when they ended
@@ -351,6 +364,38 @@ class Job:
         for part in ended if self.cause is None and not self._is_stopping else ():
             if isinstance(part, Child):
                 self._on_end(part)
+
+    def _has_follower(self, dead: SchedulerProcess | None) -> bool:
+        """Start a scheduler that takes over from one that has ended, where that may be."""
+        assert dead is not None
+        self._n_vain = 0 if dead.has_served else self._n_vain + 1
+        is_open = self.cause is None and not (self._is_stopping or self._failed)
+        may_follow = dead.term and dead.exit_code and dead.state.has_begun
+        if self._follow is None or not (is_open and may_follow) or self._n_vain > MAX_VAIN or (
+            dead.first_cause is not None
+        ):  # fmt: skip
+            dead.stop_listening()
+            return False
+        self._selector.unregister(dead)
+        dead.retire()
+        self._drain(dead.streams)
+        try:
+            scheduler = self._follow(dead)
+        except (StartError, OSError) as error:
+            self._screen.report(f"no scheduler takes over: {error}", is_alarm=True)
+            dead.stop_listening()
+            return False
+        self._screen.report(
+            f"{dead.describe()} {dead.describe_end()}; {scheduler.describe()} takes over"
+        )
+        self._followed.append(dead)
+        self.add_scheduler(scheduler)
+        for part in self.parts:  # it does not know of those that have ended
+            if isinstance(part, Child) and not part.is_alive:
+                self._on_end(part)
+        if self._why_end_when_left:
+            scheduler.end_when_left(self._why_end_when_left)
+        return True
 
     def _report_stopped_scheduler(self, scheduler: SchedulerProcess) -> None:
         if scheduler.notice_stop():
@@ -664,7 +709,9 @@ class Job:
                 is_alarm=True,
             )
         for part in self.parts:
-            if part.exit_code not in (0, -signal.SIGTERM) and part not in self._lost:
+            if part.exit_code not in (0, -signal.SIGTERM) and part not in (
+                *self._lost, *self._followed
+            ):  # fmt: skip
                 self._screen.report(f"{part.name} {part.describe_end()} while stopping")
 
 

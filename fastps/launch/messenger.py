@@ -78,7 +78,9 @@ class Messenger:
         if environ is None:
             return
         host, cause = text_of(socket.gethostname()), text_of(how_it_ended(child))
-        message = Absent(child.role, child.rank, host, child.pid, cause, child.joins)
+        message = Absent(
+            child.role, child.rank, host, child.pid, cause, child.joins, child.exit_code == 0
+        )
         if self.scheduler is not None:
             self.scheduler.report_absent(message)
             return

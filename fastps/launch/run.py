@@ -217,8 +217,19 @@ def run_plan(
                 screen.report(f"{spec.name} is pid {child.pid}")
         if setup is not None:
             stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
-            messenger.scheduler = _start_scheduler(options, setup, stderr)
+            is_followed = setup.settings.is_elastic and not setup.settings.replay
+            messenger.scheduler = _start_scheduler(options, setup, stderr, term=int(is_followed))
             job.add_scheduler(messenger.scheduler)
+
+            def follow(dead: SchedulerProcess) -> SchedulerProcess:
+                term = dead.term + 1
+                stderr = open_stream(
+                    screen, "scheduler", rank=0, output_dir=folder, is_error=True, start=term
+                )
+                messenger.scheduler = _start_scheduler(options, setup, stderr, term, dead)
+                return messenger.scheduler
+
+            job.follow_by(follow)
             if options.log_level in ("DEBUG", "INFO"):
                 screen.report(f"scheduler is pid {messenger.scheduler.pid}")
         elif options.layout.is_spread:
@@ -237,6 +248,8 @@ def run_plan(
     except OSError as error:  # of the output files
         job.set_cause(Cause(text_of(error), 1))
     cause = job.run()
+    if messenger.scheduler is not None:
+        messenger.scheduler.stop_listening()
     if not options.layout.needs_scheduler:
         give_terminal(os.getpgrp())
     messenger.close()
@@ -251,7 +264,10 @@ def make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> No
         screen.report(str(error), is_alarm=True)
 
 
-def _start_scheduler(options: Options, setup: SchedulerSetup, stderr: Stream) -> SchedulerProcess:
+def _start_scheduler(
+    options: Options, setup: SchedulerSetup, stderr: Stream, term: int,
+    before: SchedulerProcess | None = None,
+) -> SchedulerProcess:  # fmt: skip
     layout = options.layout
     here = len(layout.worker_ranks) + len(layout.server_ranks)
     work = LaunchedScheduler(
@@ -260,8 +276,9 @@ def _start_scheduler(options: Options, setup: SchedulerSetup, stderr: Stream) ->
         others=layout.size + layout.num_servers - here,
         patience_s=options.grace_s / 2,  # so that it ends in order within the grace
         machines=layout.places(),
+        term=term,
     )
-    return SchedulerProcess(work, stderr=stderr)
+    return SchedulerProcess(work, stderr=stderr, before=before)
 
 
 def _identity(options: Options, environment: Mapping[str, str]) -> Identity:

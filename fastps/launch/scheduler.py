@@ -8,7 +8,8 @@ in scheduler_process.py.
 The process is a fork of the launcher, which has imported all that a scheduler needs. It serves
 within milliseconds, long before the first worker has started, and takes no processor from those
 that start. It comes last, so that no worker waits for the fork. Until it serves, members that want
-to join wait in the queue of the listening sockets.
+to join wait in the queue of the listening sockets. An elastic job's launcher keeps these open:
+if the process dies, another one takes over from it (control/recovery.py).
 
 Orders and news go over a pair of sockets (control/launcher_protocol.py). Invariants: the launcher
 never waits for the scheduler; orders that it does not take yet are kept. News are at least as new
@@ -62,11 +63,17 @@ class SchedulerProcess:
     rank = 0
     description = "the scheduler"
 
-    def __init__(self, work: LaunchedScheduler, *, stderr: Stream) -> None:
-        """Start the process, which takes over the bound sockets, and its log's stream."""
+    def __init__(
+        self, work: LaunchedScheduler, *, stderr: Stream, before: SchedulerProcess | None = None
+    ) -> None:
+        """Start the process, which takes over the bound sockets, and its log's stream.
+
+        before: one that died, from which this one takes over.
+        """
         self.exit_code: int | None = None
         self.stderr = stderr
-        self.state = _BEFORE_NEWS
+        self.state: State = _BEFORE_NEWS if before is None else before.state
+        self.has_served = False  # members of a job, and not only started
         self.n_workers = work.settings.size
         self._is_stop_new = False
         self._fault = ""
@@ -91,7 +98,19 @@ class SchedulerProcess:
         )
         theirs.close()
         os.close(writer)
-        sockets.close_all(list(work.listeners))  # so that nobody waits at a scheduler that died
+        self.term, self._listeners = work.term, list(work.listeners)
+        if not self.term:
+            self.stop_listening()
+
+    def stop_listening(self) -> None:
+        """Let nobody wait at a scheduler that died, and that no other one follows."""
+        sockets.close_all(self._listeners)
+        self._listeners = []
+
+    def retire(self) -> None:
+        """Let go of all but the stream of a process that has ended."""
+        self._close()
+        self._events.close()
 
     # ---- as a part of the job ----
 
@@ -130,6 +149,8 @@ class SchedulerProcess:
             return False
         self.exit_code = os.waitstatus_to_exitcode(status)
         self.receive_news()  # the last
+        if self.exit_code == 0:
+            self.stop_listening()
         return True
 
     def notice_stop(self) -> bool:
@@ -222,6 +243,8 @@ class SchedulerProcess:
         self._close()
 
     def _take(self, news: State | Located) -> None:
+        if isinstance(news, State):
+            self.has_served = self.has_served or news.members > 0
         if isinstance(news, Located):
             self._located = news.request
         else:

@@ -62,17 +62,19 @@ class LaunchedScheduler:
         others: int,
         patience_s: float,
         machines: Mapping[tuple[str, int], str],
+        term: int = 0,
     ) -> None:
         """Take over the bound sockets. Raises ConfigError for a wrong token.
 
         others: number of members on other machines. patience_s: how long they may take to join a
         job that ends before it began, or to leave one that is broken. machines: name of the
-        machine of each member.
+        machine of each member. term: as of Scheduler.
         """
         self.listeners = listeners
+        self.term = term
         self.settings = settings
         self._scheduler = Scheduler(
-            settings, listeners=listeners, machines=machines, on_change=self._send_state
+            settings, listeners=listeners, machines=machines, on_change=self._send_state, term=term
         )
         self._others = others
         self._patience_s = patience_s

@@ -42,6 +42,7 @@ from fastps.collectives.staged import is_looking
 from fastps.config import Config
 from fastps.contract.contract import Policy
 from fastps.control.commits import entry_of, parts_of
+from fastps.control.declared import relaid
 from fastps.control.fence import Fence
 from fastps.control.protocol import (
     BoardRead,
@@ -55,7 +56,6 @@ from fastps.control.protocol import (
     TensorSpec,
     ViewJoined,
     ViewLost,
-    relaid,
 )
 from fastps.errors import (
     ConfigError,
@@ -561,7 +561,6 @@ class ElasticSession(RegroupMixin, Session):
         with self.changed:
             entries = tuple(entry_of(*last) for last in self._on_board.items())
             read = BoardRead(self._generation, entries)
-            self._on_board = {}
         if entries:
             self._send(read)
 
@@ -914,7 +913,7 @@ class ElasticSession(RegroupMixin, Session):
         with self.changed:
             self.view, self._untold = view.number, []
             self._generation = self.generations[self.view] = connections.job.generation
-            self._board = connections.board
+            self._board, self._on_board = connections.board, {}
             self.changed.notify_all()
 
     def _ruled_by_workers(self) -> str | None:

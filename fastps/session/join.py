@@ -26,7 +26,8 @@ from fastps.collectives._calls import invalidate_call_cache
 from fastps.collectives.channels import Part, part_of
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.contract.contract import Policy
-from fastps.control.protocol import TensorSpec, pack_spec, unpack_spec
+from fastps.control.declared import pack_spec, unpack_spec
+from fastps.control.protocol import TensorSpec
 from fastps.errors import FastPSError, ShutdownError, StallError, Status
 from fastps.native.condition import Condition
 from fastps.types import DType, Op, ReduceOp, numpy_dtype

@@ -13,6 +13,7 @@ from control_driver import Driver, make_spec
 from fastps.contract.contract import Givers, Policy
 from fastps.control import launcher_protocol
 from fastps.control.actions import Action, Finish, Phase, Send
+from fastps.control.declared import pack_spec, unpack_spec
 from fastps.control.printable import cleaned
 from fastps.control.protocol import (
     Absent,
@@ -42,8 +43,6 @@ from fastps.control.protocol import (
     Waiting,
     Whereabouts,
     pack,
-    pack_spec,
-    unpack_spec,
     unpack_to_member,
     unpack_to_scheduler,
 )

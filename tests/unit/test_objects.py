@@ -24,13 +24,13 @@ from fastps.collectives.objects import (
     encode_for_all,
     encode_object,
 )
+from fastps.control.declared import unpack_spec
 from fastps.control.protocol import (
     DeclareKeys,
     Job,
     Member,
     NewJob,
     pack,
-    unpack_spec,
     unpack_to_member,
 )
 from fastps.control.rendezvous import find
