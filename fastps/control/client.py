@@ -100,6 +100,7 @@ from fastps.control.protocol import (
 )
 from fastps.control.stall_inquiry import ANSWER_S
 from fastps.errors import (
+    AuthError,
     ConfigError,
     FastPSError,
     MismatchError,
@@ -124,6 +125,7 @@ NOTICE_S = 5.0  # to write a message that has no answer
 LOOKS = 4  # at waiting operations, within the time of the stall watch
 MAX_LOOK_S = 2.5
 REDIAL_S = 5.0  # to reach a scheduler that takes over from one that died
+AGAIN_S = 0.02  # between tries, where one that took over has died too
 AWAY = (
     "the scheduler died, and its launcher starts another one; the job goes on in a new view: call "
     "the operation again on all workers"
@@ -229,6 +231,7 @@ class ControlClient:
         self._join_sent: Join | None = None
         self._start_sent: AwaitStart | None = None
         self._leave_request = -1
+        self._reached_at = 0.0  # a scheduler that takes over
         self._has_left = False
         self._numbers = itertools.count(1)
         self._cause: FastPSError | None = None  # why no request can succeed any more
@@ -754,26 +757,31 @@ class ControlClient:
         log.info("the scheduler died; this process comes back to the one that takes over")
         self._stop_pulse()
         self._write_failure = ""
+        self._reached_at = time.monotonic()
         while True:
             try:
                 answer = self._report()
+                if self._leave_request not in self._pending:
+                    self._return_pulse(answer)
                 break
-            except (_Gone, OSError) as error:
-                log.info("the scheduler that takes over has ended: %s", error)
-                if self._is_closed:
+            except (_Gone, AuthError, ProtocolError, OSError) as error:  # it may have died too
+                log.info("the scheduler that takes over is not there: %s", error)
+                if self._is_closed or time.monotonic() > self._reached_at + REDIAL_S:
                     raise
-        self._term = answer.term
-        if self._leave_request not in self._pending:
-            self._start_pulse(answer, time.monotonic() + REDIAL_S)
-        if isinstance(answer, Rejoined):
-            for members, entries in answer.committed:
-                self._take(ResultsCommitted(entries, members))
+                time.sleep(AGAIN_S)
         self._answer_pending(answer)
         self._send_unsent()
+
+    def _return_pulse(self, answer: Joined | Rejoined) -> None:
+        try:
+            self._start_pulse(answer, time.monotonic() + REDIAL_S)
+        except FastPSError as error:
+            raise _Gone(str(error)) from error
 
     def _report(self) -> Joined | Rejoined:
         """Dial once, and report what this member is; return the answer."""
         control = dial_control(self._config, self._token, deadline=time.monotonic() + REDIAL_S)
+        self._reached_at = time.monotonic()
         with self._send_lock:
             before, self._sock, self._frames = self._sock, control.sock, control.frames
             self._epoch += 1
@@ -799,6 +807,9 @@ class ControlClient:
             if not isinstance(found, Answer) or found.request != request:
                 self._take(found)
             elif isinstance(found, Joined | Rejoined):
+                self._term = found.term
+                for members, entries in found.committed if isinstance(found, Rejoined) else ():
+                    self._take(ResultsCommitted(entries, members))
                 return found
             else:
                 raise failure_of(found) if isinstance(found, Failed) else ProtocolError(f"{found}")
