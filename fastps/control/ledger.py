@@ -74,18 +74,20 @@ class Ledger:
         """Begin with a job that has not started."""
         self.told = 0  # generation of the last view that was announced
         self.boundary = 0  # the same of the last one for newcomers, or without leavers
+        self._forget()
+
+    def begin(self, generation: int) -> None:
+        """Forget all but these two when a view starts."""
+        self.told = max(self.told, generation)
+        self._forget()
+
+    def _forget(self) -> None:
         self._left: list[int] = []
         self._last: dict[str, int] = {}  # result that is committed, by name
         self._operations: deque[tuple[tuple[int, ...], str]] = deque(maxlen=MAX_OPERATIONS)
         self._n_met: Counter[str] = Counter()  # by key of Asked
         self._met: deque[tuple[str, int, Success]] = deque()
         self._nbytes = 0  # of objects in _met
-
-    def begin(self, generation: int) -> None:
-        """Forget all when a view starts."""
-        told, boundary = max(self.told, generation), self.boundary
-        self.__init__()  # type: ignore[misc]
-        self.told, self.boundary = told, boundary
 
     def take(self, event: Event) -> None:
         """Take an event of the scheduler."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,11 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from harness import ROOT, clean_environ
+from test_join_launched import write_program
 
 from fastps.control.view_log import read_records
 
@@ -79,15 +80,15 @@ class Run:
         return "\n".join(self.lines)
 
 
-@contextmanager
+@contextlib.contextmanager
 def job(
-    steps: int, *words: str, layout: str = "memory", least: str = "2", **environ: str
+    steps: int, *words: str, layout: str = "memory", least: str = "2", program: str = PROGRAM
 ) -> Iterator[Run]:
     more, settings = LAYOUTS[layout]
     process = subprocess.Popen(
         [sys.executable, "-m", "fastps.launch.run", "-np", "3", "--min", least, "--log-level",
-         "INFO", *more, *words, sys.executable, PROGRAM, str(steps)],
-        env=clean_environ() | {"PYTHONPATH": str(ROOT), **settings, **environ},
+         "INFO", *more, *words, sys.executable, program, str(steps)],
+        env=clean_environ() | {"PYTHONPATH": str(ROOT), **settings},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     run = Run(process)
@@ -118,7 +119,7 @@ def test_no_step_is_lost(layout, tmp_path):
         run.wait("STEP", 140)
         run.kill_scheduler()
         run.kill_scheduler()
-        run.wait("scheduler listens on", 5)
+        run.wait("took over from", 3)
         run.kill_scheduler()
         shown = run.end()
     print(f"{layout}: the next view began after", *(f"{one:.2f} s" for one in times))
@@ -148,6 +149,21 @@ def test_a_worker_dies_too_and_the_job_can_be_made_again(layout, tmp_path):
     assert digests(shown, (0, 1)) == survivors
 
 
+def test_workers_that_are_about_to_join_do_so_later(tmp_path):
+    """Killed when one is about to say hello, when it waits, and as soon as it has joined."""
+    program = write_program(tmp_path, victim=2)
+    with job(0, "--respawn", "1", program=program) as run:
+        run.wait("is started instead")
+        run.kill_scheduler()
+        run.wait("waits to join")
+        run.kill_scheduler()
+        run.wait("view .* joined")
+        run.kill_scheduler()
+        shown = run.end()
+    assert run.process.returncode == 0, shown
+    assert shown.count("LAST 7 3") == 3, shown
+
+
 def test_too_few_are_left_when_both_die():
     with job(400, least="3") as run:
         run.wait("STEP", 20)
@@ -171,6 +187,9 @@ def test_one_that_dies_while_workers_leave_changes_no_exit_code():
     with job(20) as run:
         run.wait("STEP 19")
         run.kill_scheduler()
+        run.wait("END")
+        with contextlib.suppress(ProcessLookupError):  # it has ended with the job
+            run.kill_scheduler()
         shown = run.end()
     assert run.process.returncode == 0, shown
     assert len(digests(shown)) == 1

@@ -41,8 +41,10 @@ def expectation(event: Event, layout: Layout, least: int, seen: Seen, expected: 
     """
     if expected == "fine" or layout.elastic != "goes on":
         return expected
-    is_schedulers = event.role == "scheduler" or (event.role, event.rank) == ("launcher", 0)
-    if is_schedulers or (event.role == "launcher" and event.kind in ("term", "stop")):
+    is_schedulers = (event.role, event.rank) in (("scheduler", 0), ("launcher", 0))
+    if (is_schedulers and not _is_followed(event, layout)) or (
+        event.role == "launcher" and event.kind in ("term", "stop")
+    ):
         return expected
     for lost in losses(event, layout):
         if sum(role == "worker" for role, _ in lost) > layout.workers - least:
@@ -50,6 +52,12 @@ def expectation(event: Event, layout: Layout, least: int, seen: Seen, expected: 
     if event.phase == "start" and not has_gone_on(event, layout, seen):
         return "either"
     return "goes on"
+
+
+def _is_followed(event: Event, layout: Layout) -> bool:
+    """Return whether the launcher starts a scheduler that takes over from the victim."""
+    is_killed = event.kind in ("kill", "segv")
+    return event.role == "scheduler" and is_killed and layout.launcher == "fastps-run"
 
 
 def survivors(event: Event, layout: Layout, seen: Seen) -> set[int]:
@@ -96,6 +104,7 @@ def _check_views(event: Event, layout: Layout, seen: Seen, left: set[int]) -> It
     members = {one["member"] for one in seen.records if ("worker", one["rank"]) in lost}
     names = [f"pid {one.partition(':')[2]})" for one in sorted(members)]
     names += ["server "] * any(role == "server" for role, _ in lost)
+    names += ["scheduler is lost"] * any(role == "scheduler" for role, _ in lost)
     for rank in sorted(left):
         for one in seen.of(rank, "view"):
             if not any(name in one["cause"] for name in names):
