@@ -43,10 +43,11 @@ class Run:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip())
-                self._news.notify_all()
+        with self.process.stdout as shown:
+            for line in shown:
+                with self._news:
+                    self.lines.append(line.rstrip())
+                    self._news.notify_all()
         with self._news:
             self._is_over = True
             self._news.notify_all()
