@@ -32,9 +32,11 @@ def printable(text: str, *, keeps_lines: bool = False) -> str:
 
 def cleaned(message: Message) -> Message:
     """Return a member's message, printable where people read it."""
-    changes = {}
+    changes: dict[str, object] = {}
     for name in _SHOWN:
         text = getattr(message, name, "")
         if isinstance(text, str) and not text.isprintable():
             changes[name] = printable(text, keeps_lines=name in _LINES)
+    if isinstance(join := getattr(message, "join", None), msgspec.Struct):  # of a Rejoin
+        changes["join"] = cleaned(join)
     return msgspec.structs.replace(message, **changes) if changes else message

@@ -115,6 +115,8 @@ class Recovery:
                 f"it has heard the scheduler of term {report.term}, and this one has term "
                 f"{self._term}; restart the job"
             )
+        if not all(one.hostname.isprintable() for one in job.members):
+            return "a host name in its report has control characters"
         me = job.members[job.me]
         if _identity(me) != _identity(join) or join.rank not in (None, me.place):
             return f"it is {join.role} {join.rank}, and reports the job of {me.role} {me.place}"
