@@ -39,6 +39,9 @@ MODULES = [
 ]
 AIDS = ["aids.boards", "aids.faces", "aids.mailbox", "aids.queue_bench", "aids.scrambler"]
 FOLDERS = {"aids": "tests/aids"}
+# An editable installation of packages that all lie in one folder is a line with its path, which
+# type checkers and editors follow; of others it is a hook in Python, which they do not run.
+ONE_FOLDER = {"": "."}
 # Modules that need a library's header; nothing of the library is linked.
 OPTIONAL = {"fastps.transport.rdma._verbs": "infiniband/verbs.h"}
 INCLUDE_FOLDERS = ("/usr/include", "/usr/local/include")
@@ -116,7 +119,7 @@ def extensions():
 
 if __name__ == "__main__":  # from Python 3.14 on processes that Cython starts import this file
     setup(
-        package_dir=FOLDERS,
+        package_dir=FOLDERS if "--inplace" in sys.argv else ONE_FOLDER,
         cmdclass={"build_ext": Build},
         ext_modules=cythonize(
             extensions(),

@@ -13,7 +13,7 @@ import importlib
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
 
@@ -93,7 +93,7 @@ from fastps.session.view import (
     View,
 )
 from fastps.types import dtype_of
-from fastps.worker.handle import Array, Handle, Waitable
+from fastps.worker.handle import Array, Handle
 
 if TYPE_CHECKING:
     from fastps import checkpoint
@@ -319,6 +319,9 @@ __all__ = [
     "win_wait",
 ]
 
+A = TypeVar("A", bound=Array)
+T = TypeVar("T")
+
 # Modules that many programs never use are imported with the first of their names, which halves
 # the time of `import fastps`.
 _LATER = (
@@ -392,14 +395,14 @@ def is_initialized() -> bool:
 
 
 def run(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     np: int = 4,
     timeout_s: float | None = None,
     **settings: Any,
-) -> list[Any]:
+) -> list[T]:
     """Run a function as a job of np new workers on this machine; return its results by rank.
 
     The workers have called init() when it begins. It and its arguments are pickled; those of a
@@ -490,7 +493,7 @@ def empty(shape: int | Sequence[int], dtype: Any = np.float32) -> Array:
     return _current.current().empty(extents, np.dtype(dtype))
 
 
-def register(array: Array) -> Array:
+def register(array: A) -> A:
     """Return an array with the same contents that the workers of this machine can all reach.
 
     The array itself if it is such an array already, or if no other worker shares this machine;
@@ -501,7 +504,35 @@ def register(array: Array) -> Array:
         return array
     copy = current.empty(array.shape, array.dtype)
     copy[...] = array
-    return copy
+    return cast("A", copy)
+
+
+@overload
+def push_pull(
+    tensor: A,
+    name: str,
+    *,
+    average: bool = True,
+    priority: int = 0,
+    out: A | None = None,
+    compression: Choice = None,
+    learning_rate: float | None = None,
+    rule: RuleChoice = None,
+) -> A: ...
+
+
+@overload
+def push_pull(
+    tensor: Sequence[A],
+    name: Sequence[str],
+    *,
+    average: bool = True,
+    priority: int | Sequence[int] = 0,
+    out: Sequence[A] | None = None,
+    compression: Choice = None,
+    learning_rate: float | None = None,
+    rule: RuleChoice = None,
+) -> list[A]: ...
 
 
 def push_pull(
@@ -514,7 +545,7 @@ def push_pull(
     compression: Choice = None,
     learning_rate: float | None = None,
     rule: RuleChoice = None,
-) -> Array | list[Array]:
+) -> Any:
     """Average (or sum) a tensor over all workers and return the result.
 
     tensor: C-contiguous array, or a sequence of them that travels as one; read. name: the same
@@ -535,6 +566,34 @@ def push_pull(
         tensor, name, average=average, priority=priority, out=out, compression=compression,
         learning_rate=learning_rate, rule=rule,
     )  # fmt: skip
+
+
+@overload
+def push_pull_async(
+    tensor: A,
+    name: str,
+    *,
+    average: bool = True,
+    priority: int = 0,
+    out: A | None = None,
+    compression: Choice = None,
+    learning_rate: float | None = None,
+    rule: RuleChoice = None,
+) -> Handle[A]: ...
+
+
+@overload
+def push_pull_async(
+    tensor: Sequence[A],
+    name: Sequence[str],
+    *,
+    average: bool = True,
+    priority: int | Sequence[int] = 0,
+    out: Sequence[A] | None = None,
+    compression: Choice = None,
+    learning_rate: float | None = None,
+    rule: RuleChoice = None,
+) -> Handle[list[A]]: ...
 
 
 def push_pull_async(
@@ -558,12 +617,12 @@ def push_pull_async(
     )  # fmt: skip
 
 
-def poll(handle: Waitable) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Return whether synchronize() would return at once."""
     return handle.poll()
 
 
-def synchronize(handle: Waitable, timeout_s: float | None = None) -> Any:
+def synchronize(handle: Handle[T], timeout_s: float | None = None) -> T:
     """Wait for an operation and return its result; see Handle.wait()."""
     return handle.wait(timeout_s)
 

@@ -214,6 +214,7 @@ from fastps.frameworks.torch.ops.push_pull import (
 from fastps.frameworks.torch.optimizer.distributed import (
     CrossBarrier,
     DistributedOptimizer,
+    SynchronizingOptimizer,
 )
 from fastps.graph.rules import (
     AdaptiveClipping,
@@ -270,6 +271,7 @@ __all__ = [
     "StallError",
     "Sum",
     "SyncBatchNorm",
+    "SynchronizingOptimizer",
     "TransportError",
     "TransportTimeout",
     "TrimmedMean",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 
@@ -32,7 +32,8 @@ if TYPE_CHECKING:  # importing fastps loads as little as it can
 FUSED_BYTES = 8 << 20  # of arrays that travel as one
 SMALL_BYTES = 1 << 20  # an array above that gains nothing by company
 
-Mix = Callable[..., Waitable]  # an operation of Neighbors, or one with the same arguments
+StartMix = Callable[..., Waitable]  # an operation of Neighbors, or one with the same arguments
+E = TypeVar("E")
 
 
 # ---- for all faces ----
@@ -42,7 +43,7 @@ def start_fused(
     arrays: Sequence[Array],
     codes: Sequence[DType | None],
     name: str | None,
-    mix: Mix,
+    mix: StartMix,
     outs: Sequence[Array] | None = None,
     **how: Any,
 ) -> Handle[list[Array]]:
@@ -273,6 +274,79 @@ def _gathered(ranks: Sequence[int]) -> list[list[int]]:
 # ---- operations on NumPy arrays ----
 
 
+class MixOptions(TypedDict, total=False):
+    """The keywords of neighbor_allreduce()."""
+
+    self_weight: float | None
+    src_weights: Mapping[int, float] | None
+    dst_weights: Targets | None
+    rule: Rule | None
+    compression: Choice
+    consensus_step: float | None
+    enable_topo_check: bool
+    name: str | None
+
+
+class MachineMixOptions(TypedDict, total=False):
+    """The keywords of hierarchical_neighbor_allreduce()."""
+
+    self_weight: float | None
+    src_machine_weights: Mapping[int, float] | None
+    dst_machine_weights: Targets | None
+    enable_topo_check: bool
+    name: str | None
+
+
+class GossipOptions(TypedDict, total=False):
+    """The keywords of pair_gossip()."""
+
+    self_weight: float | None
+    pair_weight: float | None
+    name: str | None
+
+
+class Mix(Protocol[E]):
+    """The types of neighbor_allreduce(): one array or tensor, or a list of them."""
+
+    @overload
+    def __call__(self, tensor: E, **options: Unpack[MixOptions]) -> E: ...
+
+    @overload
+    def __call__(self, tensor: Sequence[E], **options: Unpack[MixOptions]) -> list[E]: ...
+
+
+class MachineMix(Protocol[E]):
+    """The types of hierarchical_neighbor_allreduce()."""
+
+    @overload
+    def __call__(self, tensor: E, **options: Unpack[MachineMixOptions]) -> E: ...
+
+    @overload
+    def __call__(self, tensor: Sequence[E], **options: Unpack[MachineMixOptions]) -> list[E]: ...
+
+
+class Gossip(Protocol[E]):
+    """The types of pair_gossip()."""
+
+    @overload
+    def __call__(self, tensor: E, target_rank: int, **options: Unpack[GossipOptions]) -> E: ...
+
+    @overload
+    def __call__(
+        self, tensor: Sequence[E], target_rank: int, **options: Unpack[GossipOptions]
+    ) -> list[E]: ...
+
+
+@overload
+def neighbor_allreduce_async(tensor: Array, **options: Unpack[MixOptions]) -> Handle[Array]: ...
+
+
+@overload
+def neighbor_allreduce_async(
+    tensor: Sequence[Array], **options: Unpack[MixOptions]
+) -> Handle[list[Array]]: ...
+
+
 def neighbor_allreduce_async(
     tensor: Array | Sequence[Array],
     *,
@@ -296,7 +370,7 @@ def neighbor_allreduce_async(
     )  # fmt: skip
 
 
-neighbor_allreduce = make_waiting(
+neighbor_allreduce: Mix[Array] = make_waiting(  # type: ignore[assignment]
     neighbor_allreduce_async,
     """Return the weighted average of this worker's array and those of its neighbours.
 
@@ -317,6 +391,18 @@ neighbor_allreduce = make_waiting(
 )
 
 
+@overload
+def hierarchical_neighbor_allreduce_async(
+    tensor: Array, **options: Unpack[MachineMixOptions]
+) -> Handle[Array]: ...
+
+
+@overload
+def hierarchical_neighbor_allreduce_async(
+    tensor: Sequence[Array], **options: Unpack[MachineMixOptions]
+) -> Handle[list[Array]]: ...
+
+
 def hierarchical_neighbor_allreduce_async(
     tensor: Array | Sequence[Array],
     *,
@@ -334,7 +420,7 @@ def hierarchical_neighbor_allreduce_async(
     )  # fmt: skip
 
 
-hierarchical_neighbor_allreduce = make_waiting(
+hierarchical_neighbor_allreduce: MachineMix[Array] = make_waiting(  # type: ignore[assignment]
     hierarchical_neighbor_allreduce_async,
     """Average inside each machine, and mix the averages of neighbouring machines.
 
@@ -343,6 +429,18 @@ hierarchical_neighbor_allreduce = make_waiting(
     set_machine_topology(). Bytes out of a machine: nbytes to each target.
     """,
 )
+
+
+@overload
+def pair_gossip_async(
+    tensor: Array, target_rank: int, **options: Unpack[GossipOptions]
+) -> Handle[Array]: ...
+
+
+@overload
+def pair_gossip_async(
+    tensor: Sequence[Array], target_rank: int, **options: Unpack[GossipOptions]
+) -> Handle[list[Array]]: ...
 
 
 def pair_gossip_async(
@@ -360,7 +458,7 @@ def pair_gossip_async(
     )  # fmt: skip
 
 
-pair_gossip = make_waiting(
+pair_gossip: Gossip[Array] = make_waiting(  # type: ignore[assignment]
     pair_gossip_async,
     """Return the average, or weighted sum, of this worker's array and one other's; blocks.
 
@@ -395,7 +493,7 @@ neighbor_allgather = make_waiting(
 
 
 def _start_some(
-    tensor: Array | Sequence[Array], name: str | None, mix: Mix, **how: Any
+    tensor: Array | Sequence[Array], name: str | None, mix: StartMix, **how: Any
 ) -> Handle[Any]:
     """Start an operation on an array, or on several of which small ones travel together."""
     is_one = not isinstance(tensor, list | tuple)

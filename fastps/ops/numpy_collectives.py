@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, cast, overload
 
 import numpy as np
 
@@ -48,12 +48,63 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A", bound=Array)
+
+
+class AllToAll(Protocol):
+    """The types of alltoall()."""
+
+    @overload
+    def __call__(
+        self,
+        tensor: A,
+        splits: None = None,
+        *,
+        name: str | None = None,
+        out: Array | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> A: ...
+
+    @overload
+    def __call__(
+        self,
+        tensor: A,
+        splits: Sequence[int],
+        *,
+        name: str | None = None,
+        out: Array | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> tuple[A, Array]: ...
+
+
+class Broadcast(Protocol):
+    """The types of broadcast()."""
+
+    @overload
+    def __call__(
+        self,
+        tensor: A,
+        root_rank: int = 0,
+        *,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> A: ...
+
+    @overload
+    def __call__(
+        self,
+        tensor: Sequence[A],
+        root_rank: int = 0,
+        *,
+        name: Sequence[str] | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[A]: ...
 
 
 def make_blocking(
     start: Callable[P, Handle[T]],
     words: str,
-    begin: Callable[P, Handle[T]] | None = None,
+    begin: Callable[..., Handle[Any]] | None = None,
 ) -> Callable[P, T]:
     """Make the form that waits of an operation's _async form; words: its docstring.
 
@@ -131,16 +182,16 @@ def join(device: int = -1, *, timeout_s: float | None = None) -> int:
 
 @cached
 def allreduce_async(
-    tensor: Array,
+    tensor: A,
     name: str | None = None,
     *,
     op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    out: Array | None = None,
+    out: A | None = None,
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array]:
+) -> Handle[A]:
     """Start allreduce() and give a handle for synchronize(); the arrays must not be changed."""
     source = _scaled(readable(tensor, name), prescale_factor)
     if out is not None:
@@ -171,14 +222,14 @@ allreduce = make_blocking(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Array],
+    tensors: Sequence[A],
     name: str | None = None,
     *,
     op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[list[Array]]:
+) -> Handle[list[A]]:
     """Start grouped_allreduce() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
@@ -194,24 +245,24 @@ grouped_allreduce = make_blocking(
 
 
 def allgather_async(
-    tensor: Array,
+    tensor: A,
     name: str | None = None,
     *,
-    out: Array | None = None,
+    out: A | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array]:
+) -> Handle[A]:
     """Start allgather()."""
     return _allgather(tensor, name, out=out, process_set=process_set, is_awaited=False)
 
 
 def _allgather(
-    tensor: Array,
+    tensor: A,
     name: str | None = None,
     *,
-    out: Array | None = None,
+    out: A | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Handle[Array]:
+) -> Handle[A]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
     handle, _ = start_allgather(wire, name, process_set, out=to, is_awaited=is_awaited)
@@ -230,22 +281,22 @@ allgather = make_blocking(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Array],
+    tensors: Sequence[A],
     name: str | None = None,
     *,
     process_set: ProcessSet = global_process_set,
-) -> Handle[list[Array]]:
+) -> Handle[list[A]]:
     """Start grouped_allgather()."""
     return _grouped_allgather(tensors, name, process_set=process_set, is_awaited=False)
 
 
 def _grouped_allgather(
-    tensors: Sequence[Array],
+    tensors: Sequence[A],
     name: str | None = None,
     *,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Handle[list[Array]]:
+) -> Handle[list[A]]:
     sources = [readable(tensor, name) for tensor in tensors]
     wires = [_rows_wire(source) for source in sources]
     handle, _ = start_grouped_allgather(
@@ -263,15 +314,15 @@ grouped_allgather = make_blocking(
 
 @cached
 def reducescatter_async(
-    tensor: Array,
+    tensor: A,
     name: str | None = None,
     *,
     op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    out: Array | None = None,
+    out: A | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array]:
+) -> Handle[A]:
     """Start reducescatter() and give a handle for synchronize()."""
     source = _scaled(readable(tensor, name), prescale_factor)
     wire, to = _sum_wire(source, op), _out_wire(out, source, name)
@@ -290,14 +341,14 @@ reducescatter = make_blocking(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Array],
+    tensors: Sequence[A],
     name: str | None = None,
     *,
     op: Op = Average,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[list[Array]]:
+) -> Handle[list[A]]:
     """Start grouped_reducescatter() and give a handle for synchronize()."""
     sources = [_scaled(readable(tensor, name), prescale_factor) for tensor in tensors]
     wires = [_sum_wire(source, op) for source in sources]
@@ -312,6 +363,28 @@ grouped_reducescatter = make_blocking(
     grouped_reducescatter_async,
     """Return the reducescatter() of several arrays, small ones as one operation; blocks.""",
 )
+
+
+@overload
+def alltoall_async(
+    tensor: A,
+    splits: None = None,
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[A]: ...
+
+
+@overload
+def alltoall_async(
+    tensor: A,
+    splits: Sequence[int],
+    *,
+    name: str | None = None,
+    out: Array | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[A, Array]]: ...
 
 
 def alltoall_async(
@@ -346,7 +419,7 @@ def _alltoall(
     return MappedHandle([result], lambda found: (found[0], np.array(received)))
 
 
-alltoall = make_blocking(
+alltoall: AllToAll = make_blocking(  # type: ignore[assignment]
     alltoall_async,
     """Send rows to each member, and give what came from each, in the order of members.
 
@@ -356,6 +429,26 @@ alltoall = make_blocking(
     """,
     _alltoall,
 )
+
+
+@overload
+def broadcast_async(
+    tensor: A,
+    root_rank: int = 0,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[A]: ...
+
+
+@overload
+def broadcast_async(
+    tensor: Sequence[A],
+    root_rank: int = 0,
+    *,
+    name: Sequence[str] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[list[A]]: ...
 
 
 @cached
@@ -396,7 +489,7 @@ def broadcast_async(
     return MappedHandle(handles, finish)
 
 
-broadcast = make_blocking(
+broadcast: Broadcast = make_blocking(  # type: ignore[assignment]
     broadcast_async,
     """Copy the root's tensor into everybody's, in place, bit by bit; blocks.""",
 )
@@ -404,14 +497,14 @@ broadcast = make_blocking(
 
 @cached
 def reduce_to_async(
-    tensor: Array,
+    tensor: A,
     root_rank: int = 0,
     *,
     op: Op = Average,
     name: str | None = None,
-    out: Array | None = None,
+    out: A | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array | None]:
+) -> Handle[A | None]:
     """Start reduce_to() and give a handle for synchronize()."""
     source = readable(tensor, name)
     if out is not None:
@@ -434,13 +527,13 @@ reduce_to = make_blocking(
 
 
 def gather_async(
-    tensor: Array,
+    tensor: A,
     root_rank: int = 0,
     *,
     name: str | None = None,
-    out: Array | None = None,
+    out: A | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array | None]:
+) -> Handle[A | None]:
     """Start gather()."""
     return _gather(
         tensor, root_rank, name=name, out=out, process_set=process_set, is_awaited=False
@@ -448,14 +541,14 @@ def gather_async(
 
 
 def _gather(
-    tensor: Array,
+    tensor: A,
     root_rank: int = 0,
     *,
     name: str | None = None,
-    out: Array | None = None,
+    out: A | None = None,
     process_set: ProcessSet = global_process_set,
     is_awaited: bool = True,
-) -> Handle[Any]:
+) -> Handle[A | None]:
     source = readable(tensor, name)
     wire, to = _rows_wire(source), _out_wire(out, source, name)
     handle = start_gather(wire, root_rank, name, process_set, out=to, is_awaited=is_awaited)
@@ -476,12 +569,12 @@ gather = make_blocking(
 @cached
 def scatter_async(
     tensor: Array | None,
-    out: Array,
+    out: A,
     root_rank: int = 0,
     *,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array]:
+) -> Handle[A]:
     """Start scatter() and give a handle for synchronize()."""
     root = checked_set(process_set).member(root_rank, "root_rank")
     wire = None if tensor is None else _wire(readable(tensor, name))
@@ -528,12 +621,12 @@ send = make_blocking(
 
 @cached
 def receive_async(
-    out: Array,
+    out: A,
     source: int | None = None,
     *,
     tag: int = 0,
     process_set: ProcessSet = global_process_set,
-) -> Handle[Array]:
+) -> Handle[A]:
     """Start receive(); the done handle's `source` is the sender's place in the set."""
     check_targets(out)
     group = checked_set(process_set).group()
@@ -609,7 +702,7 @@ def _without_result(handle: Handle[Any]) -> Handle[Any]:
     return MappedHandle([handle], lambda _: None, operations=handle.operations)
 
 
-def _results(handle: Handle[Any], sources: Sequence[Array]) -> Handle[list[Array]]:
+def _results(handle: Handle[Any], sources: Sequence[Array]) -> Handle[list[Any]]:
     """Return the handle of the arrays of a grouped operation."""
     return MappedHandle(
         [handle],

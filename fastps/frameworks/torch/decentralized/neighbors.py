@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 import torch
 
@@ -35,7 +35,19 @@ if TYPE_CHECKING:
     from fastps.graph.survivor_rounds import Agreed
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
-Mix: TypeAlias = Callable[..., Waitable]  # of fastps.graph.neighbors.Neighbors
+StartMix: TypeAlias = Callable[..., Waitable]  # of fastps.graph.neighbors.Neighbors
+
+
+@overload
+def neighbor_allreduce_async(
+    tensor: torch.Tensor, **options: Unpack[ops.MixOptions]
+) -> Handle[torch.Tensor]: ...
+
+
+@overload
+def neighbor_allreduce_async(
+    tensor: Sequence[torch.Tensor], **options: Unpack[ops.MixOptions]
+) -> Handle[list[torch.Tensor]]: ...
 
 
 def neighbor_allreduce_async(
@@ -58,13 +70,25 @@ def neighbor_allreduce_async(
     )  # fmt: skip
 
 
-neighbor_allreduce = make_waiting(
+neighbor_allreduce: ops.Mix[torch.Tensor] = make_waiting(  # type: ignore[assignment]
     neighbor_allreduce_async,
     """Return the weighted average of this worker's tensor and its neighbours'; blocks.
 
     Keywords and meaning as fastps.neighbor_allreduce().
     """,
 )
+
+
+@overload
+def hierarchical_neighbor_allreduce_async(
+    tensor: torch.Tensor, **options: Unpack[ops.MachineMixOptions]
+) -> Handle[torch.Tensor]: ...
+
+
+@overload
+def hierarchical_neighbor_allreduce_async(
+    tensor: Sequence[torch.Tensor], **options: Unpack[ops.MachineMixOptions]
+) -> Handle[list[torch.Tensor]]: ...
 
 
 def hierarchical_neighbor_allreduce_async(
@@ -84,13 +108,25 @@ def hierarchical_neighbor_allreduce_async(
     )  # fmt: skip
 
 
-hierarchical_neighbor_allreduce = make_waiting(
+hierarchical_neighbor_allreduce: ops.MachineMix[torch.Tensor] = make_waiting(  # type: ignore[assignment]
     hierarchical_neighbor_allreduce_async,
     """Average inside each machine, and mix the averages of neighbouring machines; blocks.
 
     Keywords and meaning as fastps.hierarchical_neighbor_allreduce().
     """,
 )
+
+
+@overload
+def pair_gossip_async(
+    tensor: torch.Tensor, target_rank: int, **options: Unpack[ops.GossipOptions]
+) -> Handle[torch.Tensor]: ...
+
+
+@overload
+def pair_gossip_async(
+    tensor: Sequence[torch.Tensor], target_rank: int, **options: Unpack[ops.GossipOptions]
+) -> Handle[list[torch.Tensor]]: ...
 
 
 def pair_gossip_async(
@@ -108,7 +144,7 @@ def pair_gossip_async(
     )  # fmt: skip
 
 
-pair_gossip = make_waiting(
+pair_gossip: ops.Gossip[torch.Tensor] = make_waiting(  # type: ignore[assignment]
     pair_gossip_async,
     "Return the average, or weighted sum, of this worker's tensor and one other's; blocks.",
 )
@@ -142,7 +178,7 @@ neighbor_allgather = make_waiting(
 def start_mix(
     tensor: Tensors,
     name: str | None,
-    mix: Mix,
+    mix: StartMix,
     outs: Sequence[Array] | None = None,
     **how: Any,
 ) -> Handle[Any]:

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import is_
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, Self, TypeAlias, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from fastps.session.session import Session
 
 Device: TypeAlias = int | str | torch.device
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+M = TypeVar("M", bound=torch.nn.Module, covariant=True)
 
 _TWICE = (
     "one backward pass reaches the parameter several times, as through a checkpoint that "
@@ -209,7 +212,13 @@ class _ModuleSnapshot:
         self._parts = list(itertools.chain.from_iterable(self._views))
 
 
-class DistributedDataParallel(torch.nn.Module):
+class _Forward(Protocol[P, R]):
+    """A module, by the types of its forward()."""
+
+    def forward(self, *args: P.args, **options: P.kwargs) -> R: ...
+
+
+class DistributedDataParallel(torch.nn.Module, Generic[M]):
     """Average a module's gradients over all workers during backward(); any optimizer will do.
 
     All ranks take over rank 0's parameters and buffers at construction. When backward() returns,
@@ -237,13 +246,14 @@ class DistributedDataParallel(torch.nn.Module):
     no_sync(); programs may set it before a forward pass.
     """
 
+    module: M
     require_backward_grad_sync = True
     require_forward_param_sync = True  # Accelerate sets it, and calls reducer
     _is_copy = False
 
     def __init__(
         self,
-        module: torch.nn.Module,
+        module: M,
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         *,
@@ -298,6 +308,14 @@ class DistributedDataParallel(torch.nn.Module):
         self._buffer_sync.synchronize()
         self._snapshot = _ModuleSnapshot(self._modules)
 
+    if TYPE_CHECKING:  # calls have the types of the module's own
+
+        def __call__(
+            self: DistributedDataParallel[_Forward[P, R]],  # type: ignore[type-var]
+            *args: P.args,
+            **options: P.kwargs,
+        ) -> R: ...
+
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Run the module; the backward pass through what it returns averages the gradients."""
         if self._is_copy:
@@ -344,7 +362,7 @@ class DistributedDataParallel(torch.nn.Module):
         """
         self._exchange.complete()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a wrapper of a copied module, which exchanges nothing.
 
         It is unknown whether all workers make the copy, and whether it will be trained.

@@ -11,7 +11,7 @@ poll() and synchronize(). Threads: as in ops/start.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -397,6 +397,24 @@ def grouped_reducescatter(
     return differentiable_list(run, back, tensors)
 
 
+@overload
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[torch.Tensor]: ...
+
+
+@overload
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]: ...
+
+
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
@@ -410,6 +428,24 @@ def alltoall_async(
     return MappedHandle(
         [handle], lambda found: (found[0], torch.tensor(received, dtype=torch.int32))
     )
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor: ...
+
+
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def alltoall(

@@ -12,7 +12,7 @@ the operation starts, and the thread that first waits for the end copies the res
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -39,6 +39,8 @@ from fastps.frameworks.torch.ops.tensors import (
 )
 from fastps.session import current
 from fastps.worker.handle import Handle, MappedHandle
+
+T = TypeVar("T")
 
 
 class PushPullHandle(Handle[torch.Tensor]):
@@ -164,7 +166,7 @@ def poll(handle: Handle[Any]) -> bool:
     return handle.poll()
 
 
-def synchronize(handle: Handle[Any], *, timeout_s: float | None = None) -> Any:
+def synchronize(handle: Handle[T], *, timeout_s: float | None = None) -> T:
     """Wait for an operation and return its result, or raise its error.
 
     Waits without the GIL, at most timeout_s (the session's op_timeout_s when None).
@@ -194,7 +196,7 @@ class _PushPull(torch.autograd.Function):
         if choice is not None or rule is not None:
             spec = (name, tuple(wire.shape), wire_dtype(wire.dtype, name))
             current.current().declare([spec], compression=choice, rule=rule)
-        output: torch.Tensor = synchronize(push_pull_async(wire, average, name, priority=priority))
+        output = synchronize(push_pull_async(wire, average, name, priority=priority))
         return compression.decompress(output, context)
 
     @staticmethod

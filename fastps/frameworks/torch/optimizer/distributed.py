@@ -9,7 +9,8 @@ not (cross_barrier.py); or averages are applied one step later (pipesgd.py); or 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
@@ -40,9 +41,22 @@ Stepping: TypeAlias = (
     | OutsideOptimizer
 )
 
+Wrapped = TypeVar("Wrapped", bound=torch.optim.Optimizer)
+
+
+@runtime_checkable
+class SynchronizingOptimizer(Protocol):
+    """What DistributedOptimizer() adds to the methods of an optimizer."""
+
+    def synchronize(self) -> None:
+        """Wait until every gradient holds the sum or average over all workers."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Make step() use the gradients as they are, as after synchronize()."""
+
 
 def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Wrapped,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Compressing = Compression.none, backward_passes_per_step: int = 1,
     op: Op = Average, *, prefix: str = "Gradient.", gradient_views: Views = "auto",
@@ -51,11 +65,12 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Any = None,
     asynchronous: bool | None = None, staleness: float | None = None, pipesgd_warmup_iter: int = 0,
     cross_barrier: bool = False, rule: Rule = None, delay_compensation: Compensating | None = None,
-) -> Stepping:  # fmt: skip
+) -> Wrapped:  # fmt: skip
     """Make an optimizer step with gradients that are averaged (or summed) over all workers.
 
     Returns the same object, its class replaced by a subclass: state, options, learning rate
-    schedulers and isinstance() keep working.
+    schedulers and isinstance() keep working. Type checkers see the class that it had, and after
+    `assert isinstance(optimizer, SynchronizingOptimizer)` the methods of that one too.
     named_parameters: usually model.named_parameters(); must name every parameter of the
     optimizer. By default parameters are named by group and place. A second optimizer with the
     same names needs another prefix. backward_passes_per_step: gradients of so many backward passes
@@ -87,14 +102,17 @@ def DistributedOptimizer(
     _check(optimizer, op, gradient_predivide_factor)
     named = synchronous.named(optimizer, named_parameters)
     if _is_async(asynchronous, staleness, op, compression, process_set, delay_compensation, rule):
-        return held.adopt(optimizer, named[0], staleness, prefix, delay_compensation)
+        held.adopt(optimizer, named[0], staleness, prefix, delay_compensation)
+        return optimizer
     if process_set is not global_process_set:
         current.check_not_elastic("process_set=", "leave it out")
     if process_set is not global_process_set and not checked_set(process_set).included():
-        return adopt(optimizer, OutsideOptimizer, "Outside")
+        adopt(optimizer, OutsideOptimizer, "Outside")
+        return optimizer
     if op is Op.ADASUM:
         current.check_not_elastic("op=Adasum", "use op=Average")
-        return adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
+        adasum.adopt(optimizer, compressor_of(compression), prefix, process_set)
+        return optimizer
     options: dict[str, Any] = {
         "compression": compression, "op": op, "prefix": prefix, "bucket_bytes": bucket_bytes,
         "passes": backward_passes_per_step, "process_set": process_set,
@@ -105,13 +123,16 @@ def DistributedOptimizer(
         raise ValueError(f"{which} needs op=Average, got {op}")
     if staleness == 1:
         state = synchronous.watch(optimizer, kind_of(pipesgd.PipelinedExchange)(**options), *named)
-        return pipesgd.adopt(optimizer, state, pipesgd_warmup_iter)
+        pipesgd.adopt(optimizer, state, pipesgd_warmup_iter)
+        return optimizer
     options["gradient_views"] = gradient_views
     if cross_barrier:
-        return _without_barrier(optimizer, options, named)
+        _without_barrier(optimizer, options, named)
+        return optimizer
     kind = EarlyExchange if finish_in_backward else GradientExchange
     exchange = kind_of(kind)(**options)
-    return synchronous.adopt(optimizer, exchange, *named)
+    synchronous.adopt(optimizer, exchange, *named)
+    return optimizer
 
 
 def _without_barrier(
