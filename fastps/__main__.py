@@ -44,7 +44,7 @@ COMMANDS = {
         _JOBS, "server.main", "be one server of a job, or its scheduler, started by hand",
         older="fastps-server", parser="server.main"),
     "top": Command(
-        _WATCH, "launch.progress_line", "show what the processes of a running job do",
+        _WATCH, "launch.top", "show what the processes of a running job do",
         ("fastps top", "fastps top --job ID --once")),
     "timeline": Command(
         _WATCH, "launch.timeline",

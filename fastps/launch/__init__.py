@@ -14,4 +14,5 @@ scheduler_process.py              what its process does
 survival.py                       what goes on when a launcher or leader is gone
 cause.py, exit_report.py           which part failed first, and the report of it
 run.py, doctor.py, team.py        entry points: fastps-run, fastps, fastps.run()
+progress_line.py, top.py          the pace of a job: a line below its output, and a screen
 """

@@ -137,14 +137,19 @@ def in_one_line(found: Sequence[Pace]) -> str:
     if not workers:
         return ""
     pace = max(one.steps for one in workers)
-    what = f"{pace:.3g} steps/s" if pace else (
-        f"{max(one.operations for one in workers):.3g} ops/s")  # fmt: skip
+    what = f"{in_short(pace)} steps/s" if pace else (
+        f"{in_short(max(one.operations for one in workers))} ops/s")  # fmt: skip
     nbytes = sum(one.bytes_started for one in workers) / len(workers)
     waiting = sum(one.waiting for one in workers) / len(workers)
     slowest = min(workers, key=lambda one: one.waiting)
     is_clear = len(workers) > 1 and waiting - slowest.waiting > 0.05
     last = f", slowest worker {slowest.about['rank']}" if is_clear else ""
     return f"{what}, {in_bytes(nbytes)}/s reduced, {waiting:.0%} waiting{last}"
+
+
+def in_short(number: float) -> str:
+    """Return a number with three digits, or as a whole one."""
+    return f"{number:.3g}" if number < 1000 else f"{number:.0f}"
 
 
 def in_bytes(number: float) -> str:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import json
 import os
 import pty
@@ -18,6 +20,7 @@ import urllib.request
 
 import pytest
 from harness import ROOT, clean_environ
+from rich.console import Console
 
 from aids.free_ports import free_ports
 from fastps.__main__ import main as fastps_command
@@ -25,6 +28,7 @@ from fastps.config import load
 from fastps.errors import ConfigError
 from fastps.launch.output import Outlet, Screen
 from fastps.launch.progress_line import MergedLine
+from fastps.launch.top import picture
 from fastps.telemetry import watch
 from fastps.telemetry.statistics import find_statistic
 from fastps.telemetry.status import StatusService
@@ -132,6 +136,46 @@ def test_top(job, capsys):
         assert unit in ("B", "kB", "MB")
         assert len(rest) == 2
     assert fastps_command(["top", "--job", "nobody", "--once"]) == 1
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_top_fills_a_screen(job):
+    _, job_id, _ = job
+    before = watch.look(job_id)
+    wait_until(lambda: watch.look(job_id)[0].numbers["steps"] > before[0].numbers["steps"])
+    looks = watch.look(job_id)
+    found = watch.paces(before, looks)
+    lines = drawn(found, looks)
+    assert lines[0].startswith(f"{job_id}: ")
+    assert [line.split()[:2] for line in lines[2:5]] == [
+        ["worker", "0"], ["worker", "1"], ["server", "0"]]  # fmt: skip
+    assert re.search(
+        r"worker 0 to server 0, Unix +[\d.e+]+ k?M?B +[\d.e+]+ k?M?B$", "\n".join(lines), re.M
+    )
+    assert "view 1, 3 members" in lines
+
+    pace, links = found[0], list(found[0].flows)
+    many = [
+        dataclasses.replace(pace, about={**pace.about, "rank": rank}, waiting=min(rank, 9) / 10)
+        for rank in range(40)
+    ]
+    lines = drawn(many, looks)
+    assert "and 28 more processes" in lines
+    assert f"and {40 * len(links) - 5} more links" in lines
+    assert any(
+        line.startswith("stragglers: worker 0 waits 0%, worker 1 waits 10%") for line in lines
+    )
+
+
+def drawn(found: list[watch.Pace], looks: list[watch.Look]) -> list[str]:
+    """Return the lines of `fastps top` on a screen of 80 columns and 24 lines."""
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, color_system=None)
+    console.print(picture(found, looks, console.height))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    return lines
 
 
 @pytest.mark.timeout(3 * LIMIT_S)

@@ -203,7 +203,7 @@ def uncompared_constants(node: ast.AST) -> Iterator[ast.Constant]:
 SLEEPERS = (
     "transport/sockets.py",  # pause before the next attempt to reach somebody
     "reduce/cache.py",  # no lock of a file has a deadline
-    "launch/progress_line.py",  # between two looks at a job, which nothing ends but the user
+    "launch/top.py",  # between two looks at a job, which nothing ends but the user
     "launch/processes.py",  # orphans are not our children until their parent has died
 )
 
