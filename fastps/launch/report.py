@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import html
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +18,7 @@ from fastps.errors import FastPSError, guide_of
 from fastps.files import open_shared, text_of
 from fastps.telemetry import digest
 from fastps.telemetry.digest import MS, Digest
-from fastps.telemetry.watch import in_bytes
+from fastps.telemetry.watch import in_bytes, in_short
 
 MOST_LAYERS, MOST_FAULTS, MOST_POINTS = 25, 50, 400
 WIDTH, HEIGHT = 860, 220
@@ -27,13 +28,14 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 900px; color: #222; }
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
 table { border-collapse: collapse; } td, th { padding: .2em .8em; text-align: right; }
-td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid #ddd; }
+.text { text-align: left; } tr { border-bottom: 1px solid #ddd; }
 .bar { background: #0072B2; height: .8em; display: inline-block; } .note { color: #666; }
 .tiles { display: flex; flex-wrap: wrap; gap: 1em; }
 .tile { background: #f3f5f7; padding: .6em 1em; }
 .tile b { display: block; font-size: 1.3em; } code { background: #f3f5f7; }
 @media (prefers-color-scheme: dark) { body { background: #181a1b; color: #ddd; }
-.tile, code { background: #26292b; } tr { border-color: #444; } text { fill: #ddd; } }
+.tile, code { background: #26292b; } tr { border-color: #444; } text { fill: #ddd; }
+.note { color: #aaa; } polyline, .bar, .name { filter: brightness(1.5); } }
 """
 
 
@@ -92,19 +94,25 @@ def page(found: Digest, name: str, faults: Sequence[tuple[str, str]] | None) -> 
 def _tiles(found: Digest) -> Iterator[str]:
     workers = found.workers
     steps = max((len(one.steps) for one in workers), default=0)
-    step_s = max((one.step_s for one in workers), default=0.0)
+    rate = max((_rate(one.steps) for one in workers), default=0.0)
     hidden = [one.hidden for one in workers if one.busy_s]
     tiles = [
         ("workers", str(len(workers))),
         ("other processes", str(len(found.processes) - len(workers))),
         ("time", f"{found.seconds:.3g} s"), ("steps", str(steps)),
-        ("steps/s", f"{1 / step_s:.3g}" if step_s else "not marked"),
+        ("steps/s", in_short(rate) if rate else "not marked"),
         ("sent by workers", in_bytes(sum(one.nbytes for one in found.layers))),
         ("communication hidden", f"{sum(hidden) / len(hidden):.0%}" if hidden else ""),
     ]  # fmt: skip
     yield "<div class=tiles>"
     yield from (f"<div class=tile><b>{value}</b>{title}</div>" for title, value in tiles if value)
     yield "</div>"
+
+
+def _rate(steps: Sequence[tuple[float, float]]) -> float:
+    """Return the steps per second from the first to the last, waits and pauses included."""
+    seconds = steps[-1][1] - steps[0][0] if steps else 0.0
+    return len(steps) / seconds if seconds else 0.0
 
 
 def _steps(found: Digest) -> Iterator[str]:
@@ -131,13 +139,16 @@ def chart(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: st
         f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='100%' font-size=12>",
         f"<path d='M{left} 10V{low}H{WIDTH - 10}' fill=none stroke='#999'/>",
         f"<text x={left - 6} y=18 text-anchor=end>{top:.3g}</text>",
+        f"<text x={left + 6} y=18>{up}</text>",
         f"<text x={left - 6} y={low} text-anchor=end>0</text>",
+        f"<text x={left} y={low + 16}>0</text>",
         f"<text x={WIDTH - 10} y={low + 16} text-anchor=end>{right:.3g} {across}</text>",
-        f"<text x={left + 4} y={low + 16}>{up}</text>",
     ]
     for number, (name, some) in enumerate(lines):
         colour = COLOURS[number % len(COLOURS)]
-        shown = some[:: len(some) // MOST_POINTS + 1]
+        part = len(some) // MOST_POINTS + 1  # of which the highest point is shown
+        shown = [max(some[i : i + part], key=lambda point: point[1])
+                 for i in range(0, len(some), part)]  # fmt: skip
         places = " ".join(
             f"{left + (WIDTH - 10 - left) * x / right:.1f},{low - (low - 14) * y / top:.1f}"
             for x, y in shown
@@ -147,20 +158,29 @@ def chart(lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: st
         )
         if number < len(COLOURS):
             x = left + 100 * number
-            parts.append(f"<text x={x} y={HEIGHT - 6} style='fill:{colour}'>{name}</text>")
+            parts.append(
+                f"<text class=name x={x} y={HEIGHT - 6} style='fill:{colour}'>{name}</text>"
+            )
     return "".join([*parts, "</svg>"])
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    yield "<table><tr>" + "".join(f"<th>{one}" for one in head)
-    for row in rows:
-        yield "<tr>" + "".join(f"<td>{cell}" for cell in row)
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], texts: int = 1) -> Iterator[str]:
+    """Yield a table; its last columns, after so many of text, are numbers."""
+
+    def line(tag: str, cells: Iterable[str]) -> str:
+        kinds = (" class=text" if place < texts else "" for place in itertools.count())
+        return "<tr>" + "".join(
+            f"<{tag}{kind}>{cell}" for kind, cell in zip(kinds, cells, strict=False)
+        )
+
+    yield "<table>" + line("th", head)
+    yield from (line("td", row) for row in rows)
     yield "</table>"
 
 
 def _processes(found: Digest) -> Iterator[str]:
     yield from _table(
-        ("process", "steps", "ms/step", "communicating, s", "of it waited, s", "hidden"),
+        ("process", "steps", "ms/step, median", "communicating, s", "of it waited, s", "hidden"),
         (
             (html.escape(one.name), str(len(one.steps) or ""),
              f"{one.step_s / MS:.1f}" if one.step_s else "",
@@ -175,14 +195,16 @@ def _processes(found: Digest) -> Iterator[str]:
 def _waits(found: Digest) -> Iterator[str]:
     longest = max((one.waited_s for one in found.layers), default=0.0)
     yield from _table(
-        ("layer", "calls", "ms/call", "waited, s", ""),
+        ("layer", "", "waited, s", "calls", "ms/call"),
         (
-            (html.escape(one.name), str(one.calls),
-             f"{one.under_way_s / max(one.calls, 1) / MS:.2f}", f"{one.waited_s:.3f}",
+            (html.escape(one.name),
              f"<span class=bar style='width:{200 * one.waited_s / longest:.0f}px'></span>"
-             if longest else "")
+             if longest else "",
+             f"{one.waited_s:.3f}", str(one.calls),
+             f"{one.under_way_s / max(one.calls, 1) / MS:.2f}")
             for one in found.layers[:MOST_LAYERS]
         ),
+        texts=2,
     )  # fmt: skip
     if len(found.layers) > MOST_LAYERS:
         yield f"<p class=note>and {len(found.layers) - MOST_LAYERS} more layers</p>"
@@ -200,6 +222,7 @@ def _links(found: Digest) -> Iterator[str]:
              f"{in_bytes(one.nbytes / one.sending_s)}/s" if one.sending_s else "")
             for one in found.links
         ),
+        texts=2,
     )  # fmt: skip
 
 
@@ -216,4 +239,5 @@ def _faults(found: Digest, faults: Sequence[tuple[str, str]] | None) -> Iterator
             ("process", "what it wrote", "about it"),
             ((html.escape(name), f"<code>{html.escape(line[:300])}</code>", guide_of(line))
              for name, line in faults[:MOST_FAULTS]),
+            texts=3,
         )  # fmt: skip

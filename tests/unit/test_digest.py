@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fastps.__main__ import main
 from fastps.errors import FastPSError
+from fastps.launch import report
 from fastps.telemetry import digest
 
 ROWS = {1: "STEP", 2: "WAIT", 3: "TENSOR", 4: "PUSH", 5: "RESULT"}
@@ -157,3 +158,11 @@ def test_unions_are_those_of_sets(some, others):
     assert moments(left) == moments(some)
     assert digest.length(left) == len(moments(some))
     assert moments(digest.common(left, right)) == moments(some) & moments(others)
+
+
+def test_the_slowest_step_of_a_long_run_is_drawn():
+    steps = [(float(when), 9.0 if when == 777 else 1.0) for when in range(4000)]
+    text = report.chart([("worker 0", steps)], "seconds", "ms per step")
+    places = re.findall(r"[\d.]+,([\d.]+)", text.split("points='")[1].split("'")[0])
+    assert len(places) < 1000
+    assert sorted(map(float, places))[:2] == [14.0, pytest.approx(180 - 166 / 9, abs=0.1)]
