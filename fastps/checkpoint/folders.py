@@ -17,7 +17,6 @@ import hashlib
 import logging
 import os
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from fastps.checkpoint.formats import MANIFEST, File, digest_of
 from fastps.checkpoint.snapshot import Snapshot
 from fastps.errors import CheckpointError
 from fastps.files import Folder, open_folder, text_of
+from fastps.native.condition import Flag
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d+)\.(\d+)")
@@ -85,7 +85,7 @@ def draft_of(saved: Saved) -> str:
 
 
 def write_share(
-    folder: Folder, name: str, snapshot: Snapshot, cancelled: threading.Event
+    folder: Folder, name: str, snapshot: Snapshot, cancelled: Flag
 ) -> tuple[File, list[str]]:
     """Write a worker's file; return what it is, and the digest of each piece.
 

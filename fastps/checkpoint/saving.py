@@ -42,6 +42,7 @@ from fastps.checkpoint.team import Team, first_error
 from fastps.checkpoint.trees import Kind, Parts, Shard, Tensor, take_apart
 from fastps.errors import CheckpointError, StallError, ViewChangedError
 from fastps.files import Folder, open_folder, text_of
+from fastps.native.condition import Flag
 from fastps.session import current
 from fastps.session.view import Hold
 from fastps.types import checked_seconds
@@ -61,7 +62,7 @@ class SaveHandle:
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self._ended = threading.Event()
+        self._ended = Flag()
         self._error: BaseException | None = None
         self._path: Path | None = None
 
@@ -146,7 +147,7 @@ class _Writing:
 
     def __init__(self, folder: Folder, name: str, snapshot: Snapshot) -> None:
         self._folder, self._name, self._snapshot = folder, name, snapshot
-        self.cancelled = threading.Event()
+        self.cancelled = Flag()
         self.error = ""
         self.found: tuple[File, list[str]] | None = None
         self.thread = threading.Thread(target=self._run, name=f"{_THREADS}-write")

@@ -20,6 +20,7 @@ from typing import TypeAlias
 from fastps.config import Config
 from fastps.control.frames import ControlSocket
 from fastps.errors import AuthError, ConfigError, FastPSError, ProtocolError, TransportTimeout
+from fastps.native.condition import Flag
 from fastps.security.handshake import ClientHandshake, Purpose
 from fastps.security.tokens import CONTROL, Token, parse
 from fastps.transport import sockets
@@ -43,7 +44,7 @@ class Notice:
         self._config, self._deadline = config, deadline
         self.trouble = "it has not answered yet"
         self._is_connected = False
-        self._is_over = threading.Event()
+        self._is_over = Flag()
 
     def __enter__(self) -> Notice:
         """Start to count the time."""

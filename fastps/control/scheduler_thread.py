@@ -15,6 +15,7 @@ import weakref
 
 from fastps.config import Config
 from fastps.control.scheduler import Scheduler
+from fastps.native.condition import Flag
 from fastps.transport import sockets
 
 _LOOK_S = 0.02  # between looks at the state of the job while members are leaving
@@ -31,7 +32,7 @@ class HostedScheduler:
             host, config.scheduler_port, port_setting="FASTPS_SCHEDULER_PORT"
         )
         self.address: tuple[str, int] = listeners[0].getsockname()[:2]
-        self._is_up = threading.Event()
+        self._is_up = Flag()
         self._scheduler = Scheduler(
             config, listeners=listeners, on_ready=lambda host, port: self._is_up.set()
         )

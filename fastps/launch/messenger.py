@@ -42,6 +42,7 @@ from fastps.launch.options import Options
 from fastps.launch.plan import ProcessSpec
 from fastps.launch.processes import Child
 from fastps.launch.scheduler import SchedulerProcess
+from fastps.native.condition import Flag
 from fastps.security.tokens import parse
 
 REPORT_S = 2.0  # for a report to a scheduler on another machine
@@ -119,7 +120,7 @@ class CauseListener:
         """Connect in a thread; settings, place: of one of this launcher's processes."""
         self.first_cause: PeerLost | None = None
         self._settings, self._place = settings, place
-        self._answered = threading.Event()
+        self._answered = Flag()
         self._control: ControlSocket | None = None  # once the first frame is sent
         self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)

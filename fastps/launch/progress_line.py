@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from fastps.launch.output import Screen
+from fastps.native.condition import Flag
 from fastps.telemetry.watch import Pace, in_one_line, look, paces
 
 PERIOD_S = 2.0
@@ -26,7 +27,7 @@ class LiveLine:
     def __init__(self, job_id: str) -> None:
         self.paces: list[Pace] = []
         self._job_id = job_id
-        self._is_over = threading.Event()
+        self._is_over = Flag()
         self._thread = threading.Thread(target=self._work, name="fastps:live", daemon=True)
         self._thread.start()
 

@@ -39,6 +39,7 @@ from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
 from fastps.errors import FastPSError, StallError, Status, TransportError
+from fastps.native.condition import Flag
 from fastps.reduce import robust_kernel, sum_kernel
 from fastps.reduce._partition import Coder, Combiner
 from fastps.reduce.user_rules import find_own
@@ -94,7 +95,7 @@ class DataPlane:
         self._me = client.job.me
         self.name = f"server {self._index(client.job)}"
         self._rosters: dict[int, Roster] = {}
-        self._ending = threading.Event()
+        self._ending = Flag()
         self._forgetting: deque[tuple[ForgetKeys, float]] = deque()  # requests and deadlines
         self._has_warned = False
         self._names: dict[int, str] = {}  # of tensors, by id

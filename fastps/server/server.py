@@ -30,6 +30,7 @@ from fastps.control.protocol import (
     ViewLost,
 )
 from fastps.errors import FastPSError, ViewChangedError
+from fastps.native.condition import Flag
 from fastps.server.dataplane import DataPlane
 from fastps.telemetry.recorder import Recorder
 from fastps.telemetry.status import StatusService, links_of
@@ -52,11 +53,11 @@ class Server:
         """
         self._config = config
         self._exit_status = EXIT_ORDERLY
-        self._stopped = threading.Event()
-        self._view_ended = threading.Event()
+        self._stopped = Flag()
+        self._view_ended = Flag()
         self._next_generation = 0  # at least, of the next view
         self._views = threading.Thread(target=self._follow_views, name="fastps:view", daemon=True)
-        self._is_ready = threading.Event()
+        self._is_ready = Flag()
         _core.set_thread_placement(list(parse_cpu_list(config.cpus)), config.numa_node)
         listeners = open_listeners(config, port=config.port)
         self.address = listeners.address

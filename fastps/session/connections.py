@@ -14,7 +14,6 @@ import hmac
 import logging
 import math
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -51,6 +50,7 @@ from fastps.errors import (
     TransportError,
     ViewChangedError,
 )
+from fastps.native.condition import Flag
 from fastps.session.server_links import Links
 from fastps.telemetry.status import StatusService, links_of
 from fastps.transport import rdma, shm, sockets
@@ -181,7 +181,7 @@ class Connections:
         self._is_first = client is None
         self._last_job: Job | None = None
         self._told_loss: PeerLost | None = None
-        self._is_told = threading.Event()
+        self._is_told = Flag()
         self._interrupt = sockets.Interrupt()  # set when a member is lost before we are whole
         self._group: LocalGroup | None = None
         self._server: DataPlane | None = None

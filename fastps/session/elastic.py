@@ -66,7 +66,7 @@ from fastps.errors import (
     Status,
     ViewChangedError,
 )
-from fastps.native.condition import Condition
+from fastps.native.condition import Condition, Flag
 from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.elastic_handle import ElasticHandle, Scope
 from fastps.session.regroup import RegroupMixin
@@ -142,7 +142,7 @@ class ElasticSession(RegroupMixin, Session):
         self._on_view = list(on_view)  # called with each new view
         self._threads: list[threading.Thread] = []
         super().__init__(config)
-        self._ending = threading.Event()
+        self._ending = Flag()
         work = {"fastps:view": self._change_views, "fastps:commit": self._report_landings}
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)

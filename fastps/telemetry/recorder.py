@@ -22,6 +22,7 @@ from fastps import _core
 from fastps.config import Config
 from fastps.errors import ConfigError, FastPSError
 from fastps.files import Folder, open_folder
+from fastps.native.condition import Flag
 from fastps.telemetry.clock import Sample, best_of, sample_of
 from fastps.telemetry.spans import (
     ACTIVITY,
@@ -81,7 +82,7 @@ class Recorder:
         self._drain = _core.Drain(
             self._spans, first=config.trace_start_step, last=last, max_bytes=MAX_BYTES
         )
-        self._ending = threading.Event()
+        self._ending = Flag()
         self._clock = threading.Thread(target=self._follow_clock, name="fastps:clock", daemon=True)
         self._clock.start()
 

@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastps.errors import AuthError, TransportError, TransportTimeout
+from fastps.native.condition import Flag
 from fastps.security.handshake import ClientHandshake, Purpose, ServerHandshake
 from fastps.transport import sockets
 from fastps.transport._link import Block, Mapping
@@ -385,7 +386,7 @@ def _meet(
     # imported here: only a leader needs asyncio
     from fastps.transport.handshake_gate import GateThread, HandshakeGate  # noqa: PLC0415
 
-    is_complete = threading.Event()
+    is_complete = Flag()
 
     async def add_peer(sock: socket.socket, handshake: ServerHandshake, accept: bytes) -> None:
         if handshake.sender not in expected or handshake.sender in peers:

@@ -141,6 +141,13 @@ def no_endless_waits(node: ast.AST) -> Iterator[Fault]:
         yield node.lineno, f".{node.func.attr}() waits for ever; give it a timeout"
 
 
+def no_locks_of_python(node: ast.AST) -> Iterator[Fault]:
+    """Forbid conditions and events whose locks Ctrl-C leaves held."""
+    called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    if called in ("threading.Condition", "threading.Event"):
+        yield node.lineno, f"{called}(): fastps.native.condition has Condition and Flag"
+
+
 def no_wall_clocks(node: ast.AST) -> Iterator[Fault]:
     """Forbid clocks that somebody may set, on which no deadline can stand."""
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
@@ -242,6 +249,7 @@ RULES: tuple[Rule, ...] = (
     no_global_state,
     no_polling,
     no_endless_waits,
+    no_locks_of_python,
     no_wall_clocks,
     no_unbounded_names,
     no_waits_for_readers,
@@ -279,6 +287,7 @@ def test_package_keeps_the_rule(rule):
         (no_global_state, "def f():\n    global a\n    a = 1"),
         (no_polling, "time.sleep(1)"),
         (no_endless_waits, "thread.join()"),
+        (no_locks_of_python, "threading.Event()"),
         (no_wall_clocks, "time.time()"),
         (no_wall_clocks, "datetime.datetime.now()"),
         (no_unbounded_names, "socket.getaddrinfo('a', 1)"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A condition variable that is interrupted at any point leaves its lock free."""
+"""Conditions and flags that are interrupted at any point leave no lock behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from fastps.control.client import Reply
-from fastps.native.condition import Condition
+from fastps.native.condition import Condition, Flag
 
 ROUNDS = 400
 
@@ -55,6 +55,45 @@ def test_ctrl_c_leaves_no_lock_behind(interrupts):
         except KeyboardInterrupt:
             pass
         assert is_free(condition), turn
+
+
+def test_a_flag_that_is_interrupted_can_be_set_by_another_thread(interrupts):
+    for turn in range(ROUNDS):
+        flag = Flag()
+        try:
+            interrupts(1e-4 + turn % 50 * 2e-6)
+            while True:
+                flag.wait(1e-6)
+        except KeyboardInterrupt:
+            pass
+        thread = threading.Thread(target=flag.set)
+        thread.start()
+        thread.join(5.0)
+        assert not thread.is_alive(), turn
+        assert flag.wait(0), turn
+
+
+def test_a_signal_handler_sets_a_flag_while_its_thread_waits_for_it(interrupts):
+    flag = Flag()
+    signal.signal(signal.SIGALRM, lambda *_: flag.set())
+    for turn in range(ROUNDS):
+        flag.clear()
+        interrupts(1e-4 + turn % 50 * 2e-6)
+        while not flag.wait(1e-6):
+            pass
+
+
+def test_a_flag_wakes_all_threads():
+    flag, found = Flag(), []
+    threads = [threading.Thread(target=lambda: found.append(flag.wait(9.0))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert not flag.wait(0.01)
+    flag.set()
+    for thread in threads:
+        thread.join(5.0)
+    assert found == [True, True]
+    assert flag.is_set()
 
 
 def test_a_reply_may_be_given_up(interrupts):

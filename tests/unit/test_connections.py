@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from fastps.config import load
 from fastps.control.protocol import PeerLost, ViewLost
 from fastps.errors import ConfigError, PeerLostError, TransportTimeout, ViewChangedError
+from fastps.native.condition import Flag
 from fastps.session import connections
 from fastps.session.connections import Connections
 from fastps.transport import shm
@@ -63,7 +63,7 @@ def test_a_status_that_cannot_be_ends_the_connections():
 def test_a_start_that_fails_names_the_loss_behind_it(monkeypatch, error, is_asked, is_told):
     monkeypatch.setattr(connections, "_NEWS_S", 0.0)
     one: Any = object.__new__(Connections)
-    one._told_loss, one._is_told = None, threading.Event()
+    one._told_loss, one._is_told = None, Flag()
     one._last_job, one._fail, one._on_event = None, list[int]().append, list[Any]().append
     lost = PeerLost("worker", 2, "node", 7, "died")
     if is_told:
@@ -75,7 +75,7 @@ def test_who_is_lost_is_lost_for_an_exchange_that_is_there_or_is_made_later():
     heard, gone, cut = list[Any](), list[int](), list[int]()
     one: Any = object.__new__(Connections)
     one._lost, one.peer_links, one._on_event = [], None, heard.append
-    one._told_loss, one._is_told = None, threading.Event()
+    one._told_loss, one._is_told = None, Flag()
     one.client = SimpleNamespace(job=SimpleNamespace(me=0))
     early, late = (PeerLost("worker", rank, "node", 7, "died", goes_on=True) for rank in (2, 1))
     one._take(early)
