@@ -65,7 +65,9 @@ def meet(config: Config) -> Rendezvous:
                 config, board, at=at, is_one_machine=launcher.is_one_machine, program=program
             )
         else:
-            settings = rendezvous.find(board, timeout_s=config.start_timeout_s, program=program)
+            settings = rendezvous.find(
+                config, board, is_one_machine=launcher.is_one_machine, program=program
+            )
     except TransportTimeout as error:
         raise TransportTimeout(f"{error}; {_advice(launcher)}") from error
     return Rendezvous(settings, board, functools.partial(_end, board, close))

@@ -89,13 +89,15 @@ def check_posted(config: Config, job: Mapping[str, object]) -> None:
         )
 
 
-def find(board: Board, *, timeout_s: float, program: str = "") -> dict[str, object]:
+def find(
+    config: Config, board: Board, *, is_one_machine: bool, program: str = ""
+) -> dict[str, object]:
     """Wait until rank 0 has posted how to join, and return that; ConfigError if it failed.
 
     program: the name of this process's program; ConfigError if rank 0 runs another one.
     """
     try:
-        job = json.loads(board.read(timeout_s=timeout_s))
+        job = json.loads(board.read(timeout_s=config.start_timeout_s))
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"what rank 0 has posted is malformed: {error}") from error
     if not isinstance(job, dict):
@@ -107,6 +109,8 @@ def find(board: Board, *, timeout_s: float, program: str = "") -> dict[str, obje
             f"the job of process {job['begun']} has this meeting place, and began with all its "
             f"ranks: two jobs use one MASTER_PORT or run; {OWN_PLACE}"
         )
+    if not is_one_machine:
+        check_posted(config, job)
     theirs = job.get("program", "")
     if program and theirs and program != theirs:
         raise ConfigError(

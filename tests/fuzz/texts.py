@@ -190,12 +190,16 @@ class Meeting(Target):
     per_round = 20_000
     tree = (json.loads, lambda value: json.dumps(value).encode())
 
+    def open(self) -> None:
+        self._config = load({}, environ={})
+
     def seeds(self) -> Sequence[bytes]:
         job = {"scheduler_host": "127.0.0.1", "scheduler_port": 7000, "token": "t", "program": "p"}
         return [json.dumps(job).encode()]
 
     def run(self, data: bytes) -> None:
-        find(_Board(data.decode(errors="replace")), timeout_s=1.0, program="p")
+        board = _Board(data.decode(errors="replace"))
+        find(self._config, board, is_one_machine=False, program="p")
 
 
 class _Board:

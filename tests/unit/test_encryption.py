@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 
 import pytest
@@ -85,7 +86,19 @@ def test_rdma_is_refused_or_replaced(mode):
 
 @pytest.mark.parametrize("mode", ["on", "integrity"])
 def test_a_token_that_travels_in_clear_is_refused(mode):
+    class Posted:
+        def __init__(self, **job: str) -> None:
+            self._text = json.dumps(job)
+
+        def read(self, *, timeout_s: float) -> str:
+            return self._text
+
+    def find(mode: str, *, is_one_machine: bool = False, **job: str) -> object:
+        return rendezvous.find(
+            settings(encrypt=mode), Posted(**job), is_one_machine=is_one_machine
+        )
+
     with pytest.raises(ConfigError, match="set FASTPS_TOKEN_FILE"):
-        rendezvous.check_posted(settings(encrypt=mode), {"token": "x"})
-    rendezvous.check_posted(settings(encrypt=mode), {})
-    rendezvous.check_posted(settings(encrypt="auto"), {"token": "x"})
+        find(mode, token="x")
+    assert find(mode) == {}
+    assert find("auto", token="x") == find(mode, token="x", is_one_machine=True) == {"token": "x"}

@@ -24,6 +24,7 @@ from fastps.collectives.objects import (
     encode_for_all,
     encode_object,
 )
+from fastps.config import load
 from fastps.control.declared import unpack_spec
 from fastps.control.protocol import (
     DeclareKeys,
@@ -233,7 +234,7 @@ def test_what_a_liar_posts_is_an_error_of_the_protocol(text):
             return text
 
     with pytest.raises(ProtocolError, match="rank 0 has posted"):
-        find(Posted(), timeout_s=1)
+        find(load({}, environ={}), Posted(), is_one_machine=True)
 
 
 def test_why_a_framework_could_not_make_an_object_plain_travels() -> None:

@@ -135,14 +135,13 @@ def _begin_by_store(store: Store, mine: dict[str, object]) -> Callable[[], None]
     config = load(mine)
     board = StoreBoard(store, f"fastps/job/{store.add(f'fastps/turn/{config.rank}', 1)}")
     close: Callable[[], None] = _nothing
+    is_one_machine = config.local_size == config.size
     if config.rank == 0:
         job, close = rendezvous.host(
-            config, board, at=_host_of(store), is_one_machine=config.local_size == config.size
+            config, board, at=_host_of(store), is_one_machine=is_one_machine
         )
     else:
-        job = rendezvous.find(board, timeout_s=config.start_timeout_s)
-        if config.local_size != config.size:
-            rendezvous.check_posted(config, job)
+        job = rendezvous.find(config, board, is_one_machine=is_one_machine)
     try:
         current.init({**job, **mine})
     except BaseException:
