@@ -12,6 +12,7 @@ cdef struct Cipher:             # one direction of one connection; used by one t
     uint64_t number             # of the next record, which is its nonce; never used twice
     unsigned char salt[4]       # the rest of the nonce
     int key_bytes
+    int forks                   # of the process that made it: a forked child may not use it
     bint is_sealing             # else it opens
     bint hides                  # else records are readable, and only authenticated
 

@@ -7,6 +7,9 @@ number of the next record, which is the nonce and is never sent. So a record tha
 left out, repeated or moved to another place, connection or direction does not open. A number is
 used once: it advances also when a record fails, and a connection ends with its first failure.
 
+A forked child has the keys and numbers of its parent, and would use them again. So a Cipher works
+only in the process that made it, whoever forked and whatever else the child does.
+
 After REKEY_RECORDS records both ends replace the key by one that follows from it and does not lead
 back (REKEY of the Noise protocol framework, revision 34, section 4.2). With records of 64 KiB a
 key encrypts 2^36 bytes, far below the limit of AES-GCM (RFC 8446, section 5.5).
@@ -26,6 +29,9 @@ cdef extern from "<dlfcn.h>" nogil:
     int RTLD_LOCAL
     void* dlopen(const char*, int)
     void* dlsym(void*, const char*)
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_atfork(void*, void*, void (*)() noexcept nogil)
 
 cdef extern from "<time.h>" nogil:
     struct timespec:
@@ -91,6 +97,7 @@ cdef struct Library:            # functions of the libcrypto in use
 cdef Library lib
 cdef str loaded = ""            # version of the library; empty: none yet
 cdef unsigned char ZEROS[64]
+cdef int forks = 0              # between the process that called load() and this one
 
 _NAMES = (
     b"EVP_CIPHER_CTX_new", b"EVP_CIPHER_CTX_free", b"EVP_CipherInit_ex", b"EVP_CipherUpdate",
@@ -143,8 +150,15 @@ def load(candidates):
             "install it (Debian: apt install libssl3; Fedora: dnf install openssl-libs; conda: "
             "conda install openssl)"
         )
+    if pthread_atfork(NULL, NULL, count_fork):
+        raise MemoryError("no memory to be called in forked children")
     loaded = lib.text(0).decode(errors="replace")
     return loaded
+
+
+cdef void count_fork() noexcept nogil:
+    global forks                # in the child, which has one thread
+    forks += 1
 
 
 # ---------------------------------------------------------------- records
@@ -157,7 +171,7 @@ cdef Cipher* cipher_create(
         cipher = <Cipher*>calloc(1, sizeof(Cipher))
     if cipher == NULL:
         return NULL
-    cipher.is_sealing, cipher.hides = is_sealing, hides
+    cipher.is_sealing, cipher.hides, cipher.forks = is_sealing, hides, forks
     cipher.key_bytes = KEY_BYTES // 2 if kind == 0 else KEY_BYTES
     memcpy(cipher.salt, secret + KEY_BYTES, SALT_BYTES)
     cipher.context = lib.context_new()
@@ -207,7 +221,7 @@ cdef int begin_record(
     cdef unsigned char nonce[NONCE_BYTES]
     cdef uint64_t number = cipher.number
     cdef int written
-    if cipher.context == NULL or number == <uint64_t>-1:
+    if cipher.context == NULL or cipher.forks != forks or number == <uint64_t>-1:
         return -1
     cipher.number = number + 1
     if number % REKEY_RECORDS == 0 and number and not replace_key(cipher):

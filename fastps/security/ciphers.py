@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from fastps.errors import AuthError
 from fastps.security import _cipher
 from fastps.security._cipher import (
     SEAL_BYTES,
@@ -52,6 +53,11 @@ class Sealing(NamedTuple):
     to_send: bytes
     to_receive: bytes
 
+    def check_unused(self) -> None:
+        """Raise AuthError after wipe(): two connections would have the same keys."""
+        if not (any(self.to_send) and any(self.to_receive)):
+            raise AuthError("the keys of this connection were used already; shake hands again")
+
     def wipe(self) -> None:
         """Overwrite the keys, once both ciphers are made."""
         wipe_bytes(self.to_send)
@@ -59,10 +65,12 @@ class Sealing(NamedTuple):
 
     def sealer(self) -> Sealer:
         """Return what seals the messages that this end sends; to be made once."""
+        self.check_unused()
         return Sealer(self.kind, self.to_send, hides=self.hides)
 
     def opener(self) -> Opener:
         """Return what opens the messages that this end receives; to be made once."""
+        self.check_unused()
         return Opener(self.kind, self.to_receive, hides=self.hides)
 
 

@@ -116,11 +116,13 @@ def clean_environ() -> dict[str, str]:
     """Give this process's environment without settings of a job it may be part of.
 
     Workers are machines of their own, so that links and servers are tested; a test of shared
-    memory says so.
+    memory says so. TEST_ENCRYPT, e.g. on, is FASTPS_ENCRYPT of all jobs, over TCP alone.
     """
     own = ("FASTPS_", "DMLC_", "BYTEPS_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     quiet = {"FASTPS_BANNER": "0", "FASTPS_START_WATCH_S": "0"}
+    if mode := os.environ.get("TEST_ENCRYPT"):
+        quiet |= {"FASTPS_ENCRYPT": mode, "FASTPS_UNIX_SOCKETS": "0"}
     return kept | {"FASTPS_SHARED_MEMORY": "0"} | quiet
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,11 +18,19 @@ from contextlib import suppress
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_nets import IN_ORDER, PEER_LOST, TIMEOUT_S, payload_of, tcp_pair
+from transport_nets import (
+    IN_ORDER,
+    KICK_FULL,
+    PEER_LOST,
+    TIMEOUT_S,
+    payload_of,
+    sealings,
+    tcp_pair,
+)
 
 from aids.mailbox import Mailbox
 from aids.wire import HEADER_BYTES
-from fastps.security import ciphers
+from fastps.errors import PeerLostError
 from fastps.security.ciphers import SECRET_BYTES, Kind, Sealing
 from fastps.transport.tcp._transport import TcpTransport
 from fastps.transport.tcp.damage import Damage, damage_text
@@ -32,16 +41,6 @@ HEAD_BYTES = HEADER_BYTES + 2 * TAG_BYTES
 RECORD = 64 << 10
 SIZES = [300, 0, 5000, RECORD + 77, 1]
 KINDS = list(Kind)
-
-
-def sealings(kind: Kind = Kind.AES_128_GCM, *, hides: bool = True) -> tuple[Sealing, Sealing]:
-    """Make the keys of both ends; they are of the same numbers each time."""
-    ciphers.load()
-
-    def secret(first: int) -> bytes:
-        return bytes(range(first, first + SECRET_BYTES))
-
-    return Sealing(kind, hides, secret(0), secret(9)), Sealing(kind, hides, secret(9), secret(0))
 
 
 @pytest.fixture
@@ -235,17 +234,25 @@ def test_a_bad_record_names_its_tensor(transport):
     assert "bytes 0 to 1000" in damage_text(Damage(*found), {0: "w"}.get)
 
 
-def test_a_link_in_a_forked_child_has_no_keys(transport):
-    """The child overwrites them, and the parent's go on."""
+@pytest.mark.parametrize("is_abandoned", [True, False])
+def test_a_forked_child_sends_nothing_on_its_parent_s_link(transport, is_abandoned):
+    """Not even where it was forked unseen, so that it has the keys; and the parent's go on."""
     ours, theirs = sealings()
     a, b = Mailbox(), Mailbox()
     near, far = tcp_pair()
     with near, far:
         transport.adopt(near.detach(), a, peer=0, sealing=ours)
         transport.adopt(far.detach(), b, peer=0, sealing=theirs)
+    a.post(0, b"before").wait(timeout_s=TIMEOUT_S)
+    assert b.receive(timeout_s=TIMEOUT_S)[2] == b"before"
     pid = os.fork()
     if pid == 0:
-        transport.abandon()
+        signal.alarm(20)
+        if is_abandoned:
+            transport.abandon()
+        else:
+            with suppress(PeerLostError):
+                a.post(0, b"of the child", kick=KICK_FULL)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     a.post(0, b"still sealed").wait(timeout_s=TIMEOUT_S)

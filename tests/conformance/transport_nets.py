@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
@@ -11,6 +12,8 @@ from typing import Any
 
 from aids.mailbox import Mailbox, Parcel
 from fastps.errors import StallError
+from fastps.security import ciphers
+from fastps.security.ciphers import SECRET_BYTES, Kind, Sealing
 from fastps.transport import sockets
 from fastps.transport._link import InprocTransport, LinkOwner
 from fastps.transport.tcp._transport import TcpTransport
@@ -71,10 +74,21 @@ def tcp_pair(kind: str = "tcp4", *, buffer_bytes: int = 0) -> tuple[socket.socke
     return near, far
 
 
+def sealings(kind: Kind = Kind.AES_128_GCM, *, hides: bool = True) -> tuple[Sealing, Sealing]:
+    """Make the keys of both ends; they are of the same numbers each time."""
+    ciphers.load()
+
+    def secret(first: int) -> bytes:
+        return bytes(range(first, first + SECRET_BYTES))
+
+    return Sealing(kind, hides, secret(0), secret(9)), Sealing(kind, hides, secret(9), secret(0))
+
+
 class Net:
     """One transport, and a way to connect two owners over it.
 
     Over "colocated", owners that share a process are linked by reference, the others by TCP.
+    TEST_ENCRYPT=on seals all links over TCP.
     """
 
     def __init__(self, kind: str, *, io_threads: int = 1) -> None:
@@ -104,9 +118,12 @@ class Net:
             self.transport.connect(a, peer_for_a, b, peer_for_b, **options)
             return
         near, far = socket_pair("tcp4" if self.kind == "colocated" else self.kind)
+        ours = theirs = None
+        if os.environ.get("TEST_ENCRYPT") and near.family != socket.AF_UNIX:
+            ours, theirs = sealings()
         with near, far:
-            self.transport.adopt(near.detach(), a, peer=peer_for_a, **options)
-            self.transport.adopt(far.detach(), b, peer=peer_for_b, **options)
+            self.transport.adopt(near.detach(), a, peer=peer_for_a, sealing=ours, **options)
+            self.transport.adopt(far.detach(), b, peer=peer_for_b, sealing=theirs, **options)
 
     def pair(self, *, credit_bytes: int = 0) -> tuple[Mailbox, Mailbox]:
         """Make two connected mailboxes; each is the other's peer 0."""

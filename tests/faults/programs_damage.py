@@ -24,12 +24,16 @@ class Relay:
     """Stands between this process and everything that it dials, and changes one piece."""
 
     def __init__(self, what: str, way: str, seed: int) -> None:
-        """Choose what happens, and which way: up, to the process that was dialled, or down."""
+        """Choose what happens, and which way: up, to the process that was dialled, or down.
+
+        move: the piece goes to another connection, which is another lane to the same process.
+        """
         self.what, self.way = what, way
         self.is_armed = False
         self.has_struck = threading.Event()
         self._random = random.Random(seed)
         self._lock = threading.Lock()
+        self._targets: list[socket.socket] = []  # of this way
         self._connect = tcp._connect
         tcp._connect = self.connect
 
@@ -45,14 +49,16 @@ class Relay:
         return near
 
     def _carry(self, source: socket.socket, target: socket.socket, way: str) -> None:
+        if way == self.way:
+            self._targets.append(target)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 18):
-                target.sendall(self._change(data) if way == self.way else data)
+                target.sendall(self._change(data, target) if way == self.way else data)
         for sock in (source, target):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _change(self, data: bytes) -> bytes:
+    def _change(self, data: bytes, target: socket.socket) -> bytes:
         with self._lock:
             if not self.is_armed or len(data) < LEAST:
                 return data
@@ -61,6 +67,9 @@ class Relay:
         before, after = data[:place], data[place:]
         mark("STRIKES", self.what, len(data), place)
         self.has_struck.set()
+        if self.what == "move":
+            next(one for one in self._targets if one is not target).sendall(data)
+            return b""
         if self.what == "flip":
             return before + bytes([after[0] ^ 1 << self._random.randrange(8)]) + after[1:]
         count = self._random.randrange(1, 100)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from typing import Any
 
@@ -25,7 +26,7 @@ class Recorder(programs_damage.Relay):
         self._own = threading.Lock()
         self.way = "up"
 
-    def _change(self, data: bytes) -> bytes:
+    def _change(self, data: bytes, target: socket.socket) -> bytes:
         with self._own:
             self.carried += data
         return data

@@ -16,8 +16,8 @@ TCP = {"FASTPS_UNIX_SOCKETS": "0", "FASTPS_SHARED_MEMORY": "0"}
 def run(program: Any, mode: str, *, servers: int = 1, **arguments: Any) -> list[Any]:
     """Run two workers; return their results."""
     with Job(
-        program, workers=2, servers=servers, environment={**TCP, "FASTPS_ENCRYPT": mode},
-        arguments=arguments,
+        program, workers=2, servers=servers, arguments=arguments,
+        environment={**TCP, "FASTPS_ENCRYPT": mode, "FASTPS_LINKS_PER_PEER": "2"},
     ) as job:  # fmt: skip
         return [worker.result() for worker in job.workers]
 
@@ -35,7 +35,7 @@ def test_nothing_of_a_job_is_readable(mode, is_readable, by):
     assert {one["is_readable"] for one in carried} == {is_readable}
 
 
-@pytest.mark.parametrize("what", ["flip", "cut", "double"])
+@pytest.mark.parametrize("what", ["flip", "cut", "double", "move"])
 @pytest.mark.parametrize("mode", ["on", "integrity"])
 def test_bytes_that_are_changed_end_the_job_by_name(mode, what):
     results = run(programs_damage.train, mode, what=what, way="up")

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +25,8 @@ from fastps.security.handshake import (
     agree,
 )
 
+N_DAMAGES = int(os.environ.get("TEST_DAMAGES", "3000"))
+TAG_BYTES = 16
 KEY = bytes(range(32))
 FAR = Option.AUTO | Option.LEAVES
 ON, INTEGRITY = Option.ON, Option.INTEGRITY
@@ -62,8 +66,11 @@ def talk(
     advance(ours, change(3, accept))
 
 
-def sealed(ours: Option = ON, theirs: Option = ON) -> tuple[Sealing, Sealing]:
-    client, server = ends(ours, theirs)
+def sealed(
+    ours: Option = ON, theirs: Option = ON, *, purpose: Purpose = Purpose.DATA, lane: int = 7
+) -> tuple[Sealing, Sealing]:
+    client = ClientHandshake(KEY, purpose=purpose, sender=3, lane=lane, options=ours)
+    server = ServerHandshake(KEY, options=theirs)
     talk(client, server)
     assert client.sealing is not None
     assert server.sealing is not None
@@ -104,6 +111,67 @@ def test_what_is_not_sealed(ours, theirs):
     client, server = ends(ours, theirs)
     talk(client, server)
     assert client.sealing is server.sealing is None
+
+
+@pytest.mark.parametrize("mode", [ON, INTEGRITY])
+def test_no_record_opens_in_another_place(mode):
+    """Records changed, or of another lane, connection, direction, view or purpose: all refused.
+
+    TEST_DAMAGES=1000000 tries as many. Each takes the place of the right record, which the same
+    opener opens before and after some of them: what it refuses is refused for the change.
+    """
+    client, server = sealed(mode, mode)
+    others = {
+        "another connection": sealed(mode, mode)[0],
+        "another lane": sealed(mode, mode, lane=8)[0],
+        "another view": sealed(mode, mode, lane=7 | 1 << 8)[0],
+        "another purpose": sealed(mode, mode, purpose=Purpose.PEER)[0],
+        "the other direction": server,
+    }
+    sealers = {name: one.sealer() for name, one in others.items()}
+    sealer, opener = client.sealer(), server.opener()
+    generator = random.Random(seed := random.randrange(1 << 32))
+    print("seed", seed)
+    kinds = [*others, "flip", "cut", "longer", "repeat", "reorder", "no tag", "head"]
+    tried, refused = dict.fromkeys(kinds, 0), dict.fromkeys(kinds, 0)
+    data, before = bytes(range(64)), b"\0" * (TAG_BYTES + 64)
+    for number in range(N_DAMAGES):
+        place = opener.number
+        sealer.skip_to(place)
+        right, head = bytes(sealer.seal(data, b"head")), b"head"
+        if number % 100 == 0:
+            assert opener.open(right, head) == data
+            continue
+        what = kinds[number % len(kinds)]
+        wrong = right
+        if what in sealers:
+            sealers[what].skip_to(place)
+            wrong = bytes(sealers[what].seal(data, head))
+        elif what == "flip":
+            changed, bit = bytearray(right), generator.randrange(8 * len(right))
+            changed[bit // 8] ^= 1 << bit % 8
+            wrong = bytes(changed)
+        elif what == "cut":
+            wrong = right[: generator.randrange(TAG_BYTES, len(right))]
+        elif what == "longer":
+            wrong = right + generator.randbytes(generator.randrange(1, 9))
+        elif what == "repeat":
+            wrong = before
+        elif what == "reorder":
+            wrong = bytes(sealer.seal(data, head))
+        elif what == "no tag":
+            wrong = bytes(TAG_BYTES) + right[TAG_BYTES:]
+        else:
+            head = b"heap"
+        for one in (wrong, right) if what == "reorder" else (wrong,):
+            tried[what] += 1
+            try:
+                opener.open(one, head)
+            except ProtocolError:
+                refused[what] += 1
+        before = right
+    print("refused", sum(refused.values()), "of", sum(tried.values()), refused)
+    assert refused == tried
 
 
 def test_each_connection_has_its_own_keys():

@@ -23,6 +23,7 @@ cdef void free_seal(Seal* seal) noexcept nogil:
 
 cdef Seal* make_seal(sealing) except NULL:
     """Return the ciphers of a link; sealing: a Sealing, whose keys are not needed any more."""
+    sealing.check_unused()
     cdef const unsigned char* ours = sealing.to_send
     cdef const unsigned char* theirs = sealing.to_receive
     cdef Seal* seal = <Seal*>calloc(1, sizeof(Seal))
