@@ -389,6 +389,8 @@ class Config:
         text="Address at which they are served; any but the loopback needs a token.")
     metrics_token_file: str = _set(TRACING, "", parse=as_path,
         text="File of mode 0600 with the bearer token of requests; not the job's token.")
+    metrics_cert_file: str = _set(TRACING, "", parse=as_path,
+        text="PEM file with a certificate, its chain and its key: they are served by TLS then.")
     trace_file: str = _set(TRACING, "", parse=as_path,
         text="Timeline that fastps-run makes of the traces of this job; set by fastps-run.")
     telemetry_on: bool = _set(TRACING, True, "BYTEPS_TELEMETRY_ON",

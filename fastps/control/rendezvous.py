@@ -20,7 +20,7 @@ from fastps.config import DAY_S, Config
 from fastps.control.scheduler_thread import HostedScheduler
 from fastps.errors import ConfigError, ProtocolError
 from fastps.transport import sockets
-from fastps.transport.encryption import STRICT
+from fastps.transport.encryption import check_carried
 from fastps.transport.interfaces import own_address
 
 _TOKEN_BYTES = 32
@@ -81,12 +81,9 @@ def host(
 
 def check_posted(config: Config, job: Mapping[str, object]) -> None:
     """Raise ConfigError for a token that others could read, where nothing may leave in clear."""
-    if "token" in job and config.encrypt in STRICT:
-        raise ConfigError(
-            f"FASTPS_ENCRYPT={config.encrypt}, but the launcher would carry a new job token to "
-            "other machines in clear; set FASTPS_TOKEN_FILE to a file with the same token on all "
-            "machines"
-        )
+    if "token" in job:
+        cure = "set FASTPS_TOKEN_FILE to a file with the same token on all machines"
+        check_carried(config, by="the launcher", cure=cure)
 
 
 def find(

@@ -49,6 +49,7 @@ from fastps.launch.processes import become_subreaper
 from fastps.launch.progress_line import MergedLine
 from fastps.launch.request import pack
 from fastps.transport import sockets
+from fastps.transport.encryption import check_carried
 
 START_S = 60.0  # for all machines to answer, without --start-timeout
 _TOKEN_BYTES = 32
@@ -282,6 +283,11 @@ def _local(inherited: Mapping[str, str], way: str) -> dict[str, str]:
 
 def _token(options: Options, environment: Mapping[str, str]) -> str:
     """Return the user's token, else a new one. Raises ConfigError."""
+    given = {**inherited_environment(environment), **dict(options.environment)}
+    mode = options.encrypt or given.get("FASTPS_ENCRYPT", "")
+    if options.has_srun and mode:
+        cure = "name the machines with -H: they are reached by ssh, which encrypts"
+        check_carried(load(environ={"FASTPS_ENCRYPT": mode}), by="srun", cure=cure)
     secret = choose_secret(options, environment, new_token="")
     if secret is None or not secret[1]:
         return secrets.token_hex(_TOKEN_BYTES)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastps.config import versions
+from fastps.errors import ConfigError
+from fastps.security import ciphers
 from fastps.transport import shm
 
 if TYPE_CHECKING:
@@ -27,15 +29,26 @@ def describe(config: Config, connections: Connections) -> str:
     where = "validators" if job.validators else "workers"
     who += [f"{count(joint, 'server')} in {where}"] if joint else []
     machines = count(len({item.host_id for item in job.members}), "machine")
+    encryption = "" if config.encrypt == "off" else f"; encryption: {_encryption(config)}"
     return (
         f"{versions.describe()}: {', '.join(who)} on {machines}\n"
         f"transport: {connections.describe_links()}; shared memory: {_memory(config, connections)}"
+        f"{encryption}"
     )
 
 
 def count(number: int, what: str) -> str:
     """Count things in words."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _encryption(config: Config) -> str:
+    """Return mode, cipher of this machine and library; a peer without AES has the other cipher."""
+    try:
+        library = ciphers.load()
+    except ConfigError:
+        return f"{config.encrypt}, but nothing is encrypted: no libcrypto"
+    return f"{config.encrypt}, {ciphers.best_kind().label} by {library}"
 
 
 def _memory(config: Config, connections: Connections) -> str:

@@ -3,10 +3,11 @@
 
 Over an abstract Unix socket, whose name has job, role and number, for processes of the same user;
 `watch.py` finds them there. Also over TCP where FASTPS_METRICS_PORT is set, on the loopback by
-default, for clients that show the token where one is set. Without a token a request must name this
-machine as its host, so that no web page can ask through a browser by a name of its own. Threads:
-fastps:status, one for each socket, which sleep until a client asks, and one for each client that
-asks, up to MAX_CLIENTS a socket; nothing is counted for them.
+default, for clients that show the token where one is set, and by TLS where there is a certificate.
+Without a token a request must name this machine as its host, so that no web page can ask through a
+browser by a name of its own. Threads: fastps:status, one for each socket, which sleep until a
+client asks, and one for each client that asks, up to MAX_CLIENTS a socket; nothing is counted for
+them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fastps.security.ciphers import wipe_bytes
 from fastps.telemetry.http_request import Request, host_name, read_request, send_answer
 from fastps.telemetry.statistics import GAUGE, find_statistic
 from fastps.transport import sockets
+from fastps.transport.encryption import status_tls
 from fastps.transport.traffic import Traffic, together
 
 PREFIX = "fastps-status"
@@ -68,6 +70,7 @@ class StatusService:
         self._listeners: list[socket.socket] = []
         self._clients: dict[threading.Thread, socket.socket] = {}  # that are answered now
         self._lock = threading.Lock()  # of the line above
+        self._tls: Any = None
         try:
             for one in self._open(config, slot):
                 self._listeners.append(one)
@@ -100,6 +103,7 @@ class StatusService:
                 f"FASTPS_METRICS_HOST={config.metrics_host} is open to other machines; set "
                 "FASTPS_METRICS_TOKEN_FILE to a file of mode 0600 with the token they must show"
             )
+        self._tls = status_tls(config, is_local=sockets.is_loopback(config.metrics_host))
         port = config.metrics_port + slot
         for one in sockets.listen(config.metrics_host, port, port_setting="FASTPS_METRICS_PORT"):
             one.setblocking(True)
@@ -152,10 +156,11 @@ class StatusService:
     def _serve_client(self, sock: socket.socket, places: threading.Semaphore) -> None:
         deadline = time.monotonic() + _ANSWER_S
         try:
-            with sock, contextlib.suppress(OSError):
+            is_known = sockets.is_unix(sock)
+            with contextlib.suppress(OSError), self._secured(sock, is_known=is_known) as sock:
                 try:
                     request = read_request(sock, deadline)
-                    found = self.answer(request, is_known=sockets.is_unix(sock))
+                    found = self.answer(request, is_known=is_known)
                 except ValueError:
                     found = 400, TEXT, b"this is not a request of HTTP/1\n"
                 status, kind, body = found
@@ -164,6 +169,21 @@ class StatusService:
             with self._lock:
                 del self._clients[threading.current_thread()]
             places.release()
+
+    def _secured(self, sock: socket.socket, *, is_known: bool) -> socket.socket:
+        """Return the socket of a client as it is to be read: by TLS, if there is a certificate.
+
+        Its first read shakes hands, within that read's time.
+        """
+        if self._tls is None or is_known:
+            return sock
+        with sock:  # TLS has a socket of its own, or raises
+            made: socket.socket = self._tls.wrap_socket(
+                sock, server_side=True, do_handshake_on_connect=False
+            )
+        with self._lock:
+            self._clients[threading.current_thread()] = made
+        return made
 
     def answer(self, request: Request, *, is_known: bool) -> tuple[int, str, bytes]:
         """Return status, type and body of an answer.

@@ -11,12 +11,16 @@ from __future__ import annotations
 import functools
 import logging
 import socket
+from typing import TYPE_CHECKING
 
 from fastps.config import Config
 from fastps.errors import ConfigError
 from fastps.security import ciphers
 from fastps.security.handshake import Option
 from fastps.transport import sockets
+
+if TYPE_CHECKING:
+    import ssl
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,42 @@ def check_encryption(config: Config) -> None:
             f"FASTPS_ENCRYPT={config.encrypt} cannot encrypt RDMA; set FASTPS_TRANSPORT=tcp, or "
             "FASTPS_ENCRYPT=auto, which leaves RDMA as it is"
         )
+
+
+def check_carried(config: Config, *, by: str, cure: str) -> None:
+    """Raise ConfigError where another program would carry the job's token in clear."""
+    if config.encrypt in STRICT:
+        raise ConfigError(
+            f"FASTPS_ENCRYPT={config.encrypt}, but {by} would carry the job token to other "
+            f"machines in clear; {cure}"
+        )
+
+
+def status_tls(config: Config, *, is_local: bool) -> ssl.SSLContext | None:
+    """Return what the status is served with over TCP; None: in clear. Raises ConfigError.
+
+    is_local: it is served on the loopback alone.
+    """
+    path = config.metrics_cert_file
+    if not path:
+        if config.encrypt in STRICT and not is_local:
+            raise ConfigError(
+                f"FASTPS_ENCRYPT={config.encrypt}, but FASTPS_METRICS_HOST={config.metrics_host} "
+                "would send numbers and their token in clear; set FASTPS_METRICS_CERT_FILE to a "
+                "PEM file with a certificate and its key"
+            )
+        return None
+    import ssl  # noqa: PLC0415  (few processes have a certificate)
+
+    found = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        found.load_cert_chain(path)
+    except OSError as error:  # also what is no certificate
+        raise ConfigError(
+            f"FASTPS_METRICS_CERT_FILE={path} cannot be used: {error.strerror or error}; give a "
+            "PEM file with a certificate, its chain, and its key without a password"
+        ) from error
+    return found
 
 
 def encryption_options(sock: socket.socket, config: Config) -> Option:

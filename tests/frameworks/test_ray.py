@@ -124,13 +124,16 @@ def test_a_worker_that_dies_is_named(workers):
     assert [one[:3] for one in found] == [[0, 2, 2], [1, 2, 2]]
 
 
-def test_what_cannot_be_is_said(workers):
+def test_what_cannot_be_is_said(workers, monkeypatch):
     with pytest.raises(ConfigError, match="'rank', which the job sets by itself"):
         fastps.ray.start(workers, settings={"rank": 3})
     with pytest.raises(ConfigError, match="colour"):
         fastps.ray.start(workers, settings={"colour": 3})
     with pytest.raises(StallError, match=r"no room for 1 servers with {'CPU': 99}"):
         fastps.ray.start(workers, servers=1, resources_per_server={"CPU": 99}, timeout_s=1)
+    monkeypatch.setattr(ray, "nodes", lambda: [{}, {}])
+    with pytest.raises(ConfigError, match=r"Ray would carry the job token .* set RAY_USE_TLS=1"):
+        fastps.ray.start(workers, settings={"encrypt": "on"})
 
 
 def test_a_run_with_torch_is_started_again(cluster, workers, tmp_path):

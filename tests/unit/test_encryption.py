@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 
@@ -11,10 +12,12 @@ import pytest
 from fastps.config import load
 from fastps.control import rendezvous
 from fastps.errors import ConfigError
+from fastps.launch import leader
+from fastps.launch.options import parse
 from fastps.security import ciphers
 from fastps.security.handshake import Option
 from fastps.transport import encryption, rdma, sockets
-from fastps.transport.encryption import check_encryption, encryption_options
+from fastps.transport.encryption import check_encryption, encryption_options, status_tls
 
 TOKEN = {"FASTPS_TOKEN": "c5d1f8a0b3e7f6d2a9"}
 
@@ -82,6 +85,34 @@ def test_rdma_is_refused_or_replaced(mode):
     mine = rdma.probe(settings())
     found = rdma.takes_rdma(settings(encrypt=mode), mine, "here", host_id="there", gid="0:1")
     assert found == (False, f"FASTPS_ENCRYPT={mode} cannot encrypt it")
+
+
+@pytest.mark.parametrize("mode", ["on", "integrity"])
+def test_a_status_that_leaves_in_clear_is_refused(mode):
+    open_to_all = {"encrypt": mode, "metrics_host": "0.0.0.0"}
+    with pytest.raises(ConfigError, match="set FASTPS_METRICS_CERT_FILE"):
+        status_tls(settings(**open_to_all), is_local=False)
+    assert status_tls(settings(**open_to_all), is_local=True) is None
+    assert status_tls(settings(encrypt="auto"), is_local=False) is None
+    with pytest.raises(ConfigError, match="cannot be used: No such file"):
+        status_tls(settings(**open_to_all, metrics_cert_file="/none.pem"), is_local=False)
+    with pytest.raises(ConfigError, match="without a password"):
+        status_tls(settings(**open_to_all, metrics_cert_file=__file__), is_local=False)
+
+
+@pytest.mark.parametrize("mode", ["on", "integrity"])
+def test_srun_does_not_carry_a_token_in_clear(mode):
+    """Whichever way the mode is given; ssh may carry it, and encrypts."""
+    nodes = dataclasses.replace(parse(["true"]), has_srun=True)
+    for options, environ in (
+        (dataclasses.replace(nodes, encrypt=mode), {}),
+        (dataclasses.replace(nodes, environment=(("FASTPS_ENCRYPT", mode),)), {}),
+        (nodes, {"FASTPS_ENCRYPT": mode}),
+    ):
+        with pytest.raises(ConfigError, match=r"srun would carry the job token .* with -H: they"):
+            leader._token(options, environ)
+        assert leader._token(dataclasses.replace(options, has_srun=False), environ)
+    assert leader._token(nodes, {"FASTPS_ENCRYPT": "auto"})
 
 
 @pytest.mark.parametrize("mode", ["on", "integrity"])

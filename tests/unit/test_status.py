@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -120,6 +123,30 @@ def test_by_token_any_name_will_do(tmp_path: Path):
         for wrong in ("Authorization: Bearer x", "Authorization: \xff", "X: y"):
             assert code_of(ask(port, "Host: localhost", wrong)) == 401
         assert code_of(ask(port, shown, shown)) == 400
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_by_tls_nothing_is_served_in_clear(tmp_path: Path):
+    """And clients that send nothing, or no TLS, hold up nobody."""
+    path = tmp_path / "status.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+         "-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost",
+         "-keyout", path, "-out", path.with_suffix(".crt")],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    path.write_bytes(path.read_bytes() + path.with_suffix(".crt").read_bytes())
+    known = ssl.create_default_context(cafile=str(path.with_suffix(".crt")))
+    with service(metrics_cert_file=str(path), encrypt="on") as port:
+        for _ in range(2):
+            with (
+                connect(port),  # which sends nothing
+                connect(port) as sock,
+                known.wrap_socket(sock, server_hostname="localhost") as client,
+            ):
+                client.sendall(b"GET /status.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert client.recv(65536).startswith(b"HTTP/1.0 200")
+            assert b"HTTP" not in ask(port, "Host: localhost")
 
 
 @pytest.mark.parametrize("data", [

@@ -3,13 +3,15 @@
 
 Only the process that made the job and the scheduler have the job's token; every other process gets
 a token of its own. Tokens travel as arguments of calls between Ray's processes, never in an
-environment or a command that others can read. Every wait has a deadline. Threads: the caller's; a
-server has the main thread of its actor.
+environment or a command that others can read. Where a job has to be encrypted, they leave a node
+only by Ray's TLS. Every wait has a deadline. Threads: the caller's; a server has the main thread
+of its actor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +28,7 @@ from fastps.control.scheduler_thread import HostedScheduler
 from fastps.errors import ConfigError, FastPSError, ShutdownError, StallError
 from fastps.security.tokens import Token
 from fastps.server.server import Server
+from fastps.transport.encryption import check_carried
 
 TOKEN_BYTES = 32
 TIMEOUT_S = 60.0
@@ -106,7 +109,9 @@ class Job:
     # ---- starting ----
 
     def _start(self, servers: int, deadline: float, timeout_s: float) -> None:
-        load(self._settings | {"role": "scheduler", "token": "0" * TOKEN_BYTES})  # or ConfigError
+        config = load(self._settings | {"role": "scheduler", "token": "0" * TOKEN_BYTES})
+        if len(ray.nodes()) > 1 and os.environ.get("RAY_USE_TLS") != "1":
+            check_carried(config, by="Ray", cure="set RAY_USE_TLS=1 and Ray's certificates")
         self._make_room(servers, timeout_s)
         scheduler = self._actor(_Scheduler, 0, num_cpus=0)
         secret = self._token.secret.decode()
