@@ -17,7 +17,12 @@ from typing import NamedTuple
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from transport_nets import TIMEOUT_S, tcp_pair
 
 from aids.mailbox import Mailbox
@@ -198,5 +203,7 @@ class Nonces(RuleBasedStateMachine):
         assert os.waitpid(pid, 0)[1] == 0, "a forked child has sealed with its parent's keys"
 
 
-TestNonces = Nonces.TestCase
-TestNonces.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+def test_no_key_has_a_nonce_twice():
+    run_state_machine_as_test(
+        Nonces, settings=settings(max_examples=20, stateful_step_count=25, deadline=None)
+    )

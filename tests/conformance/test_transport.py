@@ -31,7 +31,6 @@ from transport_nets import (
 
 from aids.faces import threads_alive
 from aids.mailbox import Mailbox
-from aids.wire import HEADER_BYTES
 from fastps.errors import PeerLostError, ShutdownError, StallError, TransportError
 
 PAGE = 4096
@@ -596,7 +595,7 @@ def test_statistics_add_up(net):
     numbers = net.transport.statistics()
     byes = numbers["frames_sent"] - 3
     assert 0 <= byes <= 2
-    assert numbers["bytes_sent"] == 1010 + (3 + byes) * HEADER_BYTES
+    assert numbers["bytes_sent"] == 1010 + (3 + byes) * net.head_bytes
     assert numbers["frames_received"] == 3
     assert numbers["links"] == 0
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from aids.mailbox import Mailbox, Parcel
+from aids.wire import HEADER_BYTES
 from fastps.errors import StallError
 from fastps.security import ciphers
-from fastps.security.ciphers import SECRET_BYTES, Kind, Sealing
+from fastps.security.ciphers import SECRET_BYTES, TAG_BYTES, Kind, Sealing
 from fastps.transport import sockets
 from fastps.transport._link import InprocTransport, LinkOwner
 from fastps.transport.tcp._transport import TcpTransport
@@ -93,6 +94,7 @@ class Net:
 
     def __init__(self, kind: str, *, io_threads: int = 1) -> None:
         self.kind = kind
+        self.head_bytes = HEADER_BYTES  # of a frame
         make = InprocTransport if kind in INPROC else TcpTransport
         self.transport: Any = make(io_threads=io_threads)
         self.inside = InprocTransport() if kind == "colocated" else None
@@ -121,6 +123,7 @@ class Net:
         ours = theirs = None
         if os.environ.get("TEST_ENCRYPT") and near.family != socket.AF_UNIX:
             ours, theirs = sealings()
+            self.head_bytes = HEADER_BYTES + 2 * TAG_BYTES
         with near, far:
             self.transport.adopt(near.detach(), a, peer=peer_for_a, sealing=ours, **options)
             self.transport.adopt(far.detach(), b, peer=peer_for_b, sealing=theirs, **options)
