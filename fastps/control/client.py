@@ -111,7 +111,7 @@ from fastps.errors import (
     StallError,
     ViewChangedError,
 )
-from fastps.native.condition import Condition
+from fastps.native.condition import Condition, Flag
 from fastps.security.handshake import Purpose
 from fastps.security.tokens import CONTROL, Keys, Token, make_keys, unseal_keys, wipe, wipe_text
 from fastps.transport import sockets
@@ -224,7 +224,7 @@ class ControlClient:
         self._lock = threading.Lock()  # _pending, _cause, _is_closed; never held while waiting
         self._pending: dict[int, Reply] = {}
         self._epoch = 0  # number of connections to schedulers before this one
-        self._is_here = threading.Event()  # the scheduler: it has not died, or another one is
+        self._is_here = Flag()  # the scheduler: it has not died, or another one is
         self._is_here.set()
         self._term = 0  # of the scheduler; 0: no other one would follow it
         self._ledger = Ledger()  # of the reader thread
