@@ -279,7 +279,10 @@ def test_the_scheduler_hears_what_the_board_has_committed(sessions):
     sessions[1]._take_landed(list(sessions[1]._active.values()))
     sessions[1]._tell_board()  # it leaves in order
     told = BoardRead(7, ("a#1", "b#1"))
-    assert [one._client.sent for one in sessions] == [[told]] * 2
+    assert [one._client.sent for one in sessions] == [
+        [told] * 2,
+        [told],
+    ]  # again: to any scheduler
 
 
 def test_what_an_operation_in_place_has_overwritten_is_there_when_it_begins_again(session):
