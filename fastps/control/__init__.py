@@ -6,8 +6,7 @@ know a tensor's bytes: it only moves small messages. Threads: the scheduler is o
 member has a reader (fastps:control) that hands answers to callers and events to the session.
 Read protocol.py (the messages). Decisions, without I/O: membership.py and silence.py (losses),
 blame.py (causes), declarations.py, newcomers.py (workers that join elastic jobs), landing.py and
-commits.py (results of these jobs), recovery.py and ledger.py (a scheduler that takes over from one
-that died). Then scheduler.py (the loop), client.py (a member's side),
-rendezvous.py (jobs of other launchers) and launcher_protocol.py (orders and news between the
-scheduler and fastps-run).
+commits.py (results of these jobs), recovery.py and journal.py (a scheduler that takes over from
+one that died). Then scheduler.py (the loop), client.py (a member's side), rendezvous.py (jobs of
+other launchers) and launcher_protocol.py (orders and news between the scheduler and fastps-run).
 """

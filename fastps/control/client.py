@@ -12,7 +12,7 @@ The scheduler's deadline comes first, because its error can name the missing mem
 deadline, a little later, matters only if the scheduler does not answer.
 
 Where the scheduler's launcher starts another one after its death, the reader thread comes back to
-that one, and reports what it was told in this view (ledger.py, recovery.py). Requests fail
+that one, and reports what it was told in this view (journal.py, recovery.py). Requests fail
 meanwhile with ViewChangedError, since the next view begins then; those to meetings that have ended
 for other members are answered.
 
@@ -45,7 +45,7 @@ from fastps.control.blame import pulse_s, unheard_text
 from fastps.control.dial import Notice, dial, dial_control, token_of
 from fastps.control.frames import ControlSocket
 from fastps.control.identity import host_id, machine_name
-from fastps.control.ledger import Asked, Ledger
+from fastps.control.journal import Journal, PendingMeeting
 from fastps.control.local_thread import BEATS, stat_of
 from fastps.control.probe import PULSE_PAYLOAD, listen_for_probes, probe
 from fastps.control.protocol import (
@@ -153,7 +153,7 @@ class _Gone(FastPSError):
 class Reply(Future[Answer]):
     """An answer to come, which a waiting main thread may give up by Ctrl-C: see Condition."""
 
-    asked: Asked | None = None  # of a meeting
+    asked: PendingMeeting | None = None  # of a meeting
 
     def __init__(self) -> None:
         """Wait for it."""
@@ -227,7 +227,7 @@ class ControlClient:
         self._is_here = Flag()  # the scheduler: it has not died, or another one is
         self._is_here.set()
         self._term = 0  # of the scheduler; 0: no other one would follow it
-        self._ledger = Ledger()  # of the reader thread
+        self._journal = Journal()  # of the reader thread
         self._join_sent: Join | None = None
         self._start_sent: AwaitStart | None = None
         self._leave_request = -1
@@ -591,7 +591,7 @@ class ControlClient:
     def _take_start(self, started: Started) -> None:
         """Take the job, or its next view, on the reader thread: events after it are of it."""
         self._job = job = started.job
-        self._ledger.begin(job.generation)
+        self._journal.begin(job.generation)
         job_id = self._config.job_id
         if self._token.is_own:
             self.keys = unseal_keys(self._token, job_id, started.keys)
@@ -659,7 +659,7 @@ class ControlClient:
         """Return the future of a request, and of which connection it is."""
         future = Reply()
         if self._term and isinstance(message, Meeting):
-            future.asked = Asked(message)
+            future.asked = PendingMeeting(message)
         with self._lock:
             if self._cause is not None:
                 raise type(self._cause)(str(self._cause))
@@ -768,7 +768,8 @@ class ControlClient:
                 log.info("the scheduler that takes over is not there: %s", error)
                 if self._is_closed or time.monotonic() > self._reached_at + REDIAL_S:
                     raise
-                time.sleep(AGAIN_S)
+                if self._is_here.wait(AGAIN_S):  # closed meanwhile
+                    raise
         self._answer_pending(answer)
         self._send_unsent()
 
@@ -789,7 +790,7 @@ class ControlClient:
         request = next(self._numbers)
         assert self._join_sent is not None
         join = replace(self._join_sent, request=request)
-        message = join if self._job is None else self._ledger.rejoin(
+        message = join if self._job is None else self._journal.rejoin(
             request, join, self._job, term=self._term, leaves=self._leave_request in self._pending
         )  # fmt: skip
         control.sock.settimeout(None)
@@ -834,8 +835,8 @@ class ControlClient:
             leaving.set_result(Done(self._leave_request))
         if isinstance(answer, Rejoined):
             meetings = [one.asked for one in left.values() if one.asked is not None]
-            for asked, known in self._ledger.answered(meetings, answer.met):
-                self._ledger.note(asked, known)
+            for asked, known in self._journal.answered(meetings, answer.met):
+                self._journal.note(asked, known)
                 left.pop(asked.request).set_result(known)
         for future in left.values():
             future.set_exception(ViewChangedError(AWAY))
@@ -879,14 +880,14 @@ class ControlClient:
                 future = self._pending.pop(message.request, None)
             if future is not None:
                 if future.asked is not None:
-                    self._ledger.note(future.asked, message)
+                    self._journal.note(future.asked, message)
                 future.set_result(message)
             return
         if isinstance(message, Confirm):
             self._confirm(message)
             return
         if self._term:
-            self._ledger.take(message)
+            self._journal.take(message)
         if isinstance(message, PeerLost):
             if not message.goes_on or message.rank == self.job.me:
                 self._note_lost(message)

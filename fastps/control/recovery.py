@@ -2,7 +2,7 @@
 """A scheduler that takes over from one that died: its state, as the members report it.
 
 The death of the scheduler is a change of view without a lost member. Each member that was in the
-job comes back with the last job that it knows, and what it was told in that view (ledger.py). The
+job comes back with the last job that it knows, and what it was told in that view (journal.py). The
 members of the job are those of the latest one that somebody knows. When all of them have come, or
 have ended, or are late, all are told what any of them knows to be committed, and which meetings
 have ended. Then the view ends for all as after a loss, and the next one begins by the same code.

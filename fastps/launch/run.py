@@ -216,22 +216,11 @@ def run_plan(
             if options.log_level in ("DEBUG", "INFO"):
                 screen.report(f"{spec.name} is pid {child.pid}")
         if setup is not None:
-            stderr = open_stream(screen, "scheduler", rank=0, output_dir=folder, is_error=True)
-            is_followed = setup.settings.is_elastic and not setup.settings.replay
-            messenger.scheduler = _start_scheduler(options, setup, stderr, term=int(is_followed))
-            job.add_scheduler(messenger.scheduler)
-
-            def follow(dead: SchedulerProcess) -> SchedulerProcess:
-                term = dead.term + 1
-                stderr = open_stream(
-                    screen, "scheduler", rank=0, output_dir=folder, is_error=True, start=term
-                )
-                messenger.scheduler = _start_scheduler(options, setup, stderr, term, dead)
-                return messenger.scheduler
-
-            job.follow_by(follow)
+            scheduler = _begin_scheduler(options, setup, job, messenger, functools.partial(
+                open_stream, screen, "scheduler", rank=0, output_dir=folder, is_error=True
+            ))  # fmt: skip
             if options.log_level in ("DEBUG", "INFO"):
-                screen.report(f"scheduler is pid {messenger.scheduler.pid}")
+                screen.report(f"scheduler is pid {scheduler.pid}")
         elif options.layout.is_spread:
             job.add_cause_listener(messenger.listen_for_cause())
         is_shown_here = forward_paces is None
@@ -262,6 +251,26 @@ def make_timeline(screen: Screen, target: pathlib.Path, *, is_whole: bool) -> No
         screen.report(timeline.describe(target, timeline.collect(target, is_whole=is_whole)))
     except FastPSError as error:
         screen.report(str(error), is_alarm=True)
+
+
+def _begin_scheduler(
+    options: Options, setup: SchedulerSetup, job: Job, messenger: Messenger,
+    open_log: Callable[..., Stream],
+) -> SchedulerProcess:  # fmt: skip
+    """Start the scheduler of a job, and another one in place of one that dies, if it may.
+
+    open_log: opens the stream of its log; start: of ProcessSpec.
+    """
+
+    def start(term: int, dead: SchedulerProcess | None = None) -> SchedulerProcess:
+        log = open_log(start=max(term, 1))
+        messenger.scheduler = made = _start_scheduler(options, setup, log, term, dead)
+        return made
+
+    is_followed = setup.settings.is_elastic and not setup.settings.replay
+    job.add_scheduler(scheduler := start(int(is_followed)))
+    job.follow_by(lambda dead: start(dead.term + 1, dead))
+    return scheduler
 
 
 def _start_scheduler(

@@ -298,7 +298,8 @@ def started(tmp_path):
 
         def start(run) -> SchedulerProcess:
             stderr = Stream(screen, "scheduler", rank=0, is_error=True, log=None)
-            work = SimpleNamespace(settings=SimpleNamespace(size=2), listeners=[], run=run, term=0)
+            settings = SimpleNamespace(size=2)
+            work = SimpleNamespace(settings=settings, listeners=[], term=0, run=run)
             made.append(SchedulerProcess(work, stderr=stderr))
             return made[-1]
 

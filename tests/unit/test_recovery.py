@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fastps.control.actions import Phase
-from fastps.control.ledger import Asked, Ledger
+from fastps.control.journal import Journal, PendingMeeting
 from fastps.control.membership import LAUNCHER, Membership
 from fastps.control.protocol import (
     Absent,
@@ -42,7 +42,7 @@ class After(Driver):
         self.machine = Membership(self.config, now=self.now, takes_over=(term, 0))
 
     def come_back(
-        self, me: int, known_job: Job, ledger: Ledger | None = None, **changes: Any
+        self, me: int, known_job: Job, journal: Journal | None = None, **changes: Any
     ) -> int:
         """Let a member of a job come back; give its peer."""
         self._peers += 1
@@ -51,7 +51,7 @@ class After(Driver):
             0, member.role, member.place, None, None, 0, 0, member.host, member.port, member.pid,
             member.hostname, member.host_id, "boot/1", member.unix, elastic_min=1,
         )  # fmt: skip
-        known = Ledger() if ledger is None else ledger
+        known = Journal() if journal is None else journal
         known.told = max(known.told, known_job.generation)
         job = replace(known_job, me=me)
         report = known.rejoin(self.request(), join, job, term=1, leaves=False)
@@ -123,9 +123,9 @@ def test_too_few_are_left():
 
 def test_a_worker_that_left_is_not_awaited():
     job, driver = job_before(), After()
-    ledger = Ledger()
-    ledger.take(PeerLeft(1))
-    peers = [driver.come_back(0, job, ledger), driver.come_back(3, job)]
+    journal = Journal()
+    journal.take(PeerLeft(1))
+    peers = [driver.come_back(0, job, journal), driver.come_back(3, job)]
     gone = job.members[2]
     driver.say(
         LAUNCHER,
@@ -140,9 +140,9 @@ def test_a_worker_that_left_is_not_awaited():
 
 def test_a_worker_that_leaves_meanwhile_has_its_results_counted():
     job, driver = job_before(), After()
-    ledger = Ledger()
-    ledger.take(ResultsCommitted(("w#7",)))
-    leaver = driver.come_back(0, job, ledger, leaves=True)
+    journal = Journal()
+    journal.take(ResultsCommitted(("w#7",)))
+    leaver = driver.come_back(0, job, journal, leaves=True)
     peers = [driver.come_back(me, job) for me in (1, 2, 3)]
     assert driver.sent[leaver] == [driver.rejoined(leaver)]
     assert leaver in driver.closed
@@ -170,9 +170,9 @@ def test_who_is_in_no_latest_view_is_refused():
 
 def test_generations_that_were_announced_are_not_used_again():
     job, driver = job_before(), After()
-    ledger = Ledger()
-    ledger.take(ViewJoined(9, "worker 3 joined"))
-    peers = [driver.come_back(0, job, ledger), *(driver.come_back(me, job) for me in (1, 2, 3))]
+    journal = Journal()
+    journal.take(ViewJoined(9, "worker 3 joined"))
+    peers = [driver.come_back(0, job, journal), *(driver.come_back(me, job) for me in (1, 2, 3))]
     for peer in peers:  # and all count anew, as one of them may have begun to
         assert isinstance(driver.last(peer), ViewJoined)
         assert driver.last(peer).generation == 10
@@ -193,7 +193,7 @@ def test_a_scheduler_that_took_over_from_nobody_refuses_all():
     driver.start()
     job = job_before()
     join = driver.machine._peers[1].join
-    driver.say(99, Ledger().rejoin(5, join, job, term=0, leaves=False))
+    driver.say(99, Journal().rejoin(5, join, job, term=0, leaves=False))
     assert isinstance(driver.last(99), Failed)
 
 
@@ -207,32 +207,32 @@ def test_a_stop_lets_go_of_those_that_came_back():
 
 def test_meetings_that_ended_for_some_end_for_all():
     """Also an object, of which the root has no answer with data."""
-    ledgers = [Ledger() for _ in range(2)]
-    for ledger in ledgers:
-        ledger.note(Asked(Barrier(1, "b", 1.0)), Done(1))
-    ledgers[0].note(Asked(Barrier(2, "b", 1.0)), Done(2))
-    ledgers[0].note(Asked(Blob(3, "o", 0, b"data", 1.0)), Done(3))
-    ledgers[0].note(Asked(Barrier(4, "c", 1.0)), Failed(4, "stall", "late"))
+    journals = [Journal() for _ in range(2)]
+    for journal in journals:
+        journal.note(PendingMeeting(Barrier(1, "b", 1.0)), Done(1))
+    journals[0].note(PendingMeeting(Barrier(2, "b", 1.0)), Done(2))
+    journals[0].note(PendingMeeting(Blob(3, "o", 0, b"data", 1.0)), Done(3))
+    journals[0].note(PendingMeeting(Barrier(4, "c", 1.0)), Failed(4, "stall", "late"))
     job, driver = job_before(size=2), After(size=2)
-    peers = [driver.come_back(me, job, ledger) for me, ledger in enumerate(ledgers)]
+    peers = [driver.come_back(me, job, journal) for me, journal in enumerate(journals)]
     driver.come_back(2, job)
     assert driver.rejoined(peers[0]).met == ()
-    asked = [Asked(one) for one in (
+    asked = [PendingMeeting(one) for one in (
         Blob(7, "o", 0, None, 1.0), Barrier(8, "b", 1.0), Barrier(9, "b", 1.0),
         Barrier(10, "c", 1.0),
     )]  # fmt: skip
-    found = ledgers[1].answered(asked, driver.rejoined(peers[1]).met)
+    found = journals[1].answered(asked, driver.rejoined(peers[1]).met)
     assert [answer for _, answer in found] == [BlobData(7, b"data"), Done(8)]
 
 
-def test_a_ledger_keeps_the_last_objects_only(monkeypatch):
-    monkeypatch.setattr("fastps.control.ledger.MAX_MET_BYTES", 10)
-    ledger = Ledger()
+def test_a_journal_keeps_the_last_objects_only(monkeypatch):
+    monkeypatch.setattr("fastps.control.journal.MAX_MET_BYTES", 10)
+    journal = Journal()
     for request in range(4):
-        ledger.note(Asked(Blob(request, "o", 0, None, 1.0)), BlobData(request, b"12345"))
-    ledger.note(Asked(Barrier(5, "b", 1.0)), Regrouped(5, 2))
+        journal.note(PendingMeeting(Blob(request, "o", 0, None, 1.0)), BlobData(request, b"12345"))
+    journal.note(PendingMeeting(Barrier(5, "b", 1.0)), Regrouped(5, 2))
     join = Join(0, "worker", 0, 0, 0, 0, 0, "", 0, 1, "", "", "", "")
-    report = ledger.rejoin(1, join, job_before(), term=1, leaves=False)
+    report = journal.rejoin(1, join, job_before(), term=1, leaves=False)
     assert [number for _, number, _ in report.met] == [3, 4, 1]
 
 
@@ -253,11 +253,11 @@ def test_all_members_know_of_the_same_commits(commits, data):
     for me in range(3):
         mine = [one for one in entries if not one[0] or me in one[0]]
         told = mine[: data.draw(st.integers(max(len(mine) - 2, 0), len(mine)), label=f"told {me}")]
-        ledger = Ledger()
+        journal = Journal()
         for members, entry in told:
-            ledger.take(ResultsCommitted((entry,), members))
+            journal.take(ResultsCommitted((entry,), members))
         known.append({entry for _, entry in told})
-        peers.append(driver.come_back(me, job, ledger))
+        peers.append(driver.come_back(me, job, journal))
     driver.come_back(3, job)
     for me, peer in enumerate(peers):
         known[me] |= {one for _, some in driver.rejoined(peer).committed for one in some}

@@ -42,7 +42,7 @@ MAX_MET = 64  # answers of meetings, each of which all workers take part in
 MAX_MET_BYTES = 32 << 20  # of their objects
 
 
-class Asked:
+class PendingMeeting:
     """A request of this member to a meeting, until it is answered."""
 
     def __init__(self, message: Meeting) -> None:
@@ -67,7 +67,7 @@ class Asked:
         return replace(known, request=self.request)
 
 
-class Ledger:
+class Journal:
     """What one member was told in its view."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Ledger:
         self._left: list[int] = []
         self._last: dict[str, int] = {}  # result that is committed, by name
         self._operations: deque[tuple[tuple[int, ...], str]] = deque(maxlen=MAX_OPERATIONS)
-        self._n_met: Counter[str] = Counter()  # by key of Asked
+        self._n_met: Counter[str] = Counter()  # by key of PendingMeeting
         self._met: deque[tuple[str, int, Success]] = deque()
         self._nbytes = 0  # of objects in _met
 
@@ -104,7 +104,7 @@ class Ledger:
         elif isinstance(event, PeerLeft):
             self._left.append(event.member)
 
-    def note(self, asked: Asked, answer: Answer) -> None:
+    def note(self, asked: PendingMeeting, answer: Answer) -> None:
         """Take the answer of a meeting; a failure is none."""
         if not isinstance(answer, Success):
             return
@@ -115,10 +115,12 @@ class Ledger:
         while len(self._met) > MAX_MET or self._nbytes > MAX_MET_BYTES:
             self._nbytes -= _nbytes(self._met.popleft()[2])
 
-    def answered(self, asked: Sequence[Asked], met: Met) -> list[tuple[Asked, Success]]:
+    def answered(
+        self, asked: Sequence[PendingMeeting], met: Met
+    ) -> list[tuple[PendingMeeting, Success]]:
         """Return the answers to requests, in their order, that other members know."""
         known = {(key, number): answer for key, number, answer in met}
-        found: list[tuple[Asked, Success]] = []
+        found: list[tuple[PendingMeeting, Success]] = []
         waiting: Counter[str] = Counter()
         for one in asked:
             waiting[one.key] += 1
