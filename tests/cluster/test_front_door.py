@@ -36,8 +36,9 @@ def test_the_package_tells_its_version():
     ("words", "first", "second"),
     [
         (["-np", "2"], "2 workers on 1 machine", "shared memory: between workers of a machine"),
-        (["-np", "2", "-s", "1", "--env", "FASTPS_SHARED_MEMORY=0"],
-         "2 workers, 1 server on 1 machine", "shared memory: off (FASTPS_SHARED_MEMORY=0)"),
+        (["-np", "2", "-s", "1", "--env", "FASTPS_SHARED_MEMORY=0", "--encrypt", "on"],
+         "2 workers, 1 server on 1 machine",
+         "shared memory: off (FASTPS_SHARED_MEMORY=0); encryption: on, "),
         (["-np", "2", "-s", "1", "--on-loss", "reweight"],
          "2 workers, 1 server on 1 machine", "shared memory: off (FASTPS_ON_LOSS=reweight"),
     ],

@@ -11,7 +11,6 @@ of its actor.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import fastps
-from fastps.config import DAY_S, child_environment, load
+from fastps.config import DAY_S, child_environment, load, process_environment
 from fastps.config.token import enter_environment, leave_environment
 from fastps.control.scheduler_thread import HostedScheduler
 from fastps.errors import ConfigError, FastPSError, ShutdownError, StallError
@@ -110,7 +109,7 @@ class Job:
 
     def _start(self, servers: int, deadline: float, timeout_s: float) -> None:
         config = load(self._settings | {"role": "scheduler", "token": "0" * TOKEN_BYTES})
-        if len(ray.nodes()) > 1 and os.environ.get("RAY_USE_TLS") != "1":
+        if len(ray.nodes()) > 1 and process_environment().get("RAY_USE_TLS") != "1":
             check_carried(config, by="Ray", cure="set RAY_USE_TLS=1 and Ray's certificates")
         self._make_room(servers, timeout_s)
         scheduler = self._actor(_Scheduler, 0, num_cpus=0)
