@@ -40,6 +40,8 @@ RULES: dict[str, bz.Choice] = {
     "geometric": bz.GeometricMedian(),
     "centered clip": bz.CenteredClipping(1.0, iterations=3),
     "norm clip": bz.NormClipping(1.0),
+    "NNM, trimmed": bz.NNM(bz.TrimmedMean(2)),
+    "ARC, trimmed": bz.ARC(bz.TrimmedMean(2)),
 }
 ATTACKS = ("none", "negative", "random", "label flip", "ALIE", "inner product")
 FAILS, HOLDS = ("average",), ("geometric", "Krum", "trimmed mean")

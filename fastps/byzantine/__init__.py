@@ -18,6 +18,8 @@ docs/byzantine.md says which rule is for what.
 
 from fastps.byzantine import attacks
 from fastps.byzantine.rules import (
+    ARC,
+    NNM,
     Average,
     Bucketing,
     Bulyan,
@@ -49,6 +51,8 @@ from fastps.byzantine.scores import (
 from fastps.contract.rule import Choice
 
 __all__ = [
+    "ARC",
+    "NNM",
     "Average",
     "Bucketing",
     "Bulyan",

@@ -120,6 +120,11 @@ def _ruled(rule: Rule | None, function: Any, likes: Sequence[Array], n: int) -> 
             for place, (combiner, like) in enumerate(zip(combiners, case.trusted, strict=True))
         ])  # fmt: skip
     model = ModelRule(rule, likes)
+    if rule.is_mixed:
+        last = _ruled(rule._replace(arc=0, nnm=0, bucket=0), None, likes, n)
+        return Unscored(
+            lambda case: last.judge(case._replace(rows=model.mixes(case.rows, case.number)))[1]
+        )
     return Unscored(lambda case: model.combine(case.rows, case.number))
 
 

@@ -44,6 +44,29 @@ class ModelRule:
             return self._bulyan(rows, there)
         return self._mixed(rows, self._weights(rows, there))
 
+    def mixes(self, rows: Sequence[Row], number: int) -> Sequence[Row]:
+        """Return what comes before a rule: updates in buckets, clipped, and nearest ones mixed.
+
+        A clipped update, and a mix, has the blocks of its updates that were sent.
+        """
+        if self._rule.bucket and rows:
+            rows = self._buckets(rows, number)
+        if self._rule.arc and rows:
+            radius = reference.arc_radius(np.sqrt(self._square_norms(rows)), self._rule.arc)
+            factors = self._factors(rows, radius)
+            rows = [
+                [one if one is None else norms.mix([one], [factor], one) for one in row]
+                for row, factor in zip(rows, factors, strict=True)
+            ]
+        if not (self._rule.nnm and rows):
+            return rows
+        there = np.array([[one is not None for one in row] for row in rows], bool)
+        nearest = reference.nearest(self._pairs(rows, there), self._rule.nnm)
+        return [
+            [_mean([rows[j][place] for j in some], like) for place, like in enumerate(self._likes)]
+            for some in nearest
+        ]
+
     def _buckets(self, rows: Sequence[Row], number: int) -> list[Row]:
         """Average updates in random buckets, each block over the updates that have it."""
         order = reference.bucket_order(len(rows), self._rule.seed, number)
@@ -101,13 +124,21 @@ class ModelRule:
     # ---- weights: [blocks, rows] ----
 
     def _clipped(self, rows: Sequence[Row], there: Array) -> Array:
+        weights: Array = _shares(there.T) * self._factors(rows, self._rule.radius)
+        return weights
+
+    def _square_norms(self, rows: Sequence[Row]) -> Array:
         squares = np.zeros(len(rows))
         for place in range(len(self._likes)):
             senders, sent = senders_of(rows, place)
             squares[senders] += norms.square_norms(sent)
-        factors = np.minimum(1.0, self._rule.radius / np.maximum(np.sqrt(squares), reference.TINY))
-        weights: Array = _shares(there.T) * factors
-        return weights
+        return squares
+
+    def _factors(self, rows: Sequence[Row], radius: float) -> Array:
+        """Return what shortens updates to a radius."""
+        lengths = np.sqrt(self._square_norms(rows))
+        factors: Array = np.minimum(1.0, radius / np.maximum(lengths, reference.TINY))
+        return factors
 
     def _geometric(self, squares: Array, there: Array) -> Array:
         """Take smoothed Weiszfeld steps from the mean on."""

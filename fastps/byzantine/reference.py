@@ -30,6 +30,10 @@ def combine(
         table = bucket_means(table, rule.bucket, rule.seed, version)
     if rule.gives_nothing(len(table)):
         return np.zeros(shape)
+    if rule.arc:
+        table = clipped(table, arc_radius(np.linalg.norm(table, axis=1), rule.arc))
+    if rule.nnm:
+        table = table[nearest(square_distances(table), rule.nnm)].mean(axis=1)
     z = np.zeros(count) if last is None else np.ravel(last).astype(np.float64)
     return _made(rule, table, z).reshape(shape)
 
@@ -167,6 +171,19 @@ def bucket_means(table: Array, size: int, seed: int, version: int) -> Array:
     parts = [order[start : start + size] for start in range(0, len(order), size)]
     rows = [table[part].mean(axis=0) for part in parts]
     return np.array(rows).reshape(len(rows), table.shape[1])
+
+
+def arc_radius(lengths: Array, f: int) -> float:
+    """Return the length to which the k = floor(2 f (m - f) / m) longest are clipped."""
+    m = len(lengths)
+    f = min(f, (m - 1) // 2)
+    return float(np.sort(lengths)[m - 2 * f * (m - f) // m - 1])
+
+
+def nearest(squares: Array, f: int) -> Array:
+    """Return the numbers of the m - f rows nearest to each, itself included, in their order."""
+    keep = len(squares) - min(f, (len(squares) - 1) // 2)
+    return np.sort(np.argsort(squares, axis=1, kind="stable")[:, :keep], axis=1)
 
 
 def own(place: str, table: Array) -> Array:

@@ -144,6 +144,41 @@ def Bucketing(rule: Rule, *, size: int = 2, seed: int = 0) -> Rule:
     return _made(rule._replace(bucket=size, seed=seed))
 
 
+def NNM(rule: Rule, f: int | None = None) -> Rule:
+    """Replace each update by the mean of its m - f nearest, itself included, before a rule.
+
+    f: None for that of the rule. 2f < m. The rule then looks at whole tensors. Allouah,
+    Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, "Fixing by mixing: a recipe for optimal
+    Byzantine ML under heterogeneity", AISTATS 2023.
+    """
+    found = _before(rule, f, "NNM")
+    return _made(rule._replace(nnm=found))
+
+
+def ARC(rule: Rule, f: int | None = None) -> Rule:
+    """Clip the floor(2 (f / m) (m - f)) longest updates to the length of the next, before a rule.
+
+    f: None for that of the rule. 2f < m. Goes around NNM, as it comes before: ARC(NNM(rule)).
+    Allouah, Guerraoui, Gupta, Jellouli, Rizk and Stephan, "Adaptive gradient clipping for robust
+    federated learning", 2024.
+    """
+    found = _before(rule, f, "ARC")
+    return _made(rule._replace(arc=found))
+
+
+def _before(rule: Rule, f: int | None, name: str) -> int:
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule={rule!r}: {name} goes before a rule, for example TrimmedMean(2)")
+    if rule.bucket or rule.arc or (rule.nnm and name == "NNM"):
+        raise ConfigError(
+            f"{name} before {rule}: the order is Bucketing(ARC(NNM(rule))), each at most once"
+        )
+    found = (rule.nnm or rule.f) if f is None else f
+    if not found:
+        raise ConfigError(f"f={f}: {name} needs the number of updates that may be lies, 1 or more")
+    return found
+
+
 def Own(place: str | Callable[..., Any]) -> Rule:
     """Take a rule of your own: a function of arrays [m, d] that returns [d], by module:name.
 

@@ -60,7 +60,8 @@ class Rule(NamedTuple):
     has it. keep: of MULTI_KRUM, how many are averaged, 0 for all but f. radius: of clipping.
     iterations: of CENTERED_CLIPPING and GEOMETRIC_MEDIAN. nu: of GEOMETRIC_MEDIAN, the least
     distance that counts. bucket: updates that are averaged at random first; seed: of that choice.
-    own: where a user's rule is found, module:name.
+    own: where a user's rule is found, module:name. arc, nnm: f of adaptive clipping, and of mixing
+    nearest neighbors after it, before the rule; 0 for none of it.
     """
 
     kind: Kind = Kind.NONE
@@ -73,6 +74,8 @@ class Rule(NamedTuple):
     bucket: int = 0
     seed: int = 0
     own: str = ""
+    arc: int = 0
+    nnm: int = 0
 
     def __str__(self) -> str:
         """Describe the rule for errors."""
@@ -88,6 +91,11 @@ class Rule(NamedTuple):
             raise ValueError(
                 f"f={self.f!r}, keep={self.keep or None!r}, iterations={self.iterations!r} must "
                 "be whole numbers; rules that trim a part of the updates take share="
+            )
+        if not all(isinstance(one, Integral) and 0 <= one < MAX_VOICES for one in self.early):
+            raise ValueError(
+                f"f before a rule must be a whole number from 0 to {MAX_VOICES - 1}, got "
+                f"arc={self.arc!r}, nnm={self.nnm!r}"
             )
         if not all(isinstance(one, Real) for one in (self.share, self.radius, self.nu)):
             raise ValueError(
@@ -122,6 +130,11 @@ class Rule(NamedTuple):
         is_named = len(self.own) <= MAX_NAME and _PLACE.fullmatch(self.own) is not None
         if (self.kind is Kind.OWN) != bool(self.own) or (self.own and not is_named):
             raise ValueError(f"a user's rule is named module:function, got {self.own!r}")
+        if self.own and self.is_mixed:
+            raise ValueError(
+                f"updates are not mixed or clipped before a user's rule, {self.own!r}: let it do "
+                "so itself"
+            )
 
     def check_voices(self, n: int, dtype: DType) -> None:
         """Raise ValueError or TypeError where n workers or this element type do not allow it."""
@@ -132,6 +145,11 @@ class Rule(NamedTuple):
             raise ValueError(f"robust rules support at most {MAX_VOICES} workers, got {n}")
         m = self.voices(n)
         least = self.least(self.f)
+        if m < 2 * max(self.early) + 1:
+            raise ValueError(
+                f"arc={self.arc}, nnm={self.nnm} need {2 * max(self.early) + 1} updates or more, "
+                f"got {m}: take f={(m - 1) // 2} at most"
+            )
         if m < least:
             buckets = f" in {m} buckets of {self.bucket}" if self.bucket else ""
             cure = f"f={self.most(m)} at most, or another rule"
@@ -157,7 +175,7 @@ class Rule(NamedTuple):
     @property
     def full(self) -> int:
         """The fewest updates among which f may be lies and that give a result."""
-        least = self.least(self.f)
+        least = max(self.least(self.f), 2 * max(self.early) + 1)
         return next(
             m for m in range(1, MAX_VOICES + 1)
             if self.voices(m) >= least and not self.gives_nothing(m)
@@ -187,9 +205,19 @@ class Rule(NamedTuple):
         return m == 0 or (self.share > 0 and m <= 2)
 
     @property
+    def early(self) -> tuple[int, int]:
+        """The f of what comes before the rule."""
+        return self.arc, self.nnm
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether updates are clipped or mixed before the rule."""
+        return any(self.early)
+
+    @property
     def is_by_element(self) -> bool:
         """Return whether pieces of a tensor may go to different servers."""
-        return self.kind in BY_ELEMENT
+        return self.kind in BY_ELEMENT and not self.is_mixed
 
     @property
     def wants_whole(self) -> bool:

@@ -15,13 +15,17 @@
 #     |u_i - z|^2 = sum_j w_j D_ij - 1/2 sum_jk w_j w_k D_jk,    D_jk = |u_j - u_k|^2
 #
 # (schoolbook algebra: expand both sides around any point). The last result, where centered
-# clipping begins, is one more such u. fastps/byzantine/reference.py has the formulas in NumPy.
+# clipping begins, is one more such u. Updates may be clipped and mixed before a rule, to rows
+# y_i = sum of P_ij u_j. Lengths and distances of these follow from the same numbers, and weights
+# of the y are weights of the u; only rules by element need the y themselves, piece by piece.
+# fastps/byzantine/reference.py has the formulas in NumPy.
 
 cdef enum:
     DONE = 1                    # of kernels
     E_PROTOCOL = -4             # of _core.pxd, as in kernels.py
     NOT_FINITE = 2              # of combine_kernels.py
     PIECE = 1 << 12             # elements that all sources are looked at before the next
+    MIXED = 1 << 10             # elements of mixed updates that are made at a time, in the cache
 
 cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finite
 cdef double TINY = 1e-300       # in place of a length of 0
@@ -37,12 +41,24 @@ cdef int BULYAN = Kind.BULYAN
 cdef int OWN = Kind.OWN
 
 
+cdef inline uint64_t mixed_bytes(Combining* how) noexcept nogil:
+    """Return the bytes of a piece of all mixed updates."""
+    if not (how.is_mixed and how.is_by_element):
+        return 0
+    return <uint64_t>how.slots * min(<uint64_t>MIXED, round_up(how.count)) * how.itemsize
+
+
 cdef void lay_out(Combining* how, Table* table, char* room) noexcept nogil:
     """Put a table's numbers into room of scratch_bytes."""
     table.squares = <double*>room
     table.part = table.squares + how.slots * how.slots
     table.norms = table.part + how.slots * how.slots
     table.weights = table.norms + how.slots
+    table.mixes = table.weights + how.slots
+    table.n_mixes = 0
+    table.mixed = <char*>round_up(<uintptr_t>(
+        table.mixes + (how.slots * how.slots if how.is_mixed else 0)))
+    table.buckets = table.mixed + mixed_bytes(how)
 
 
 # ---------------------------------------------------------------- who counts
@@ -71,9 +87,8 @@ cdef void draw_order(Combining* how, uint32_t version, int32_t* order, int32_t m
         order[last], order[other] = order[other], order[last]
 
 
-cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
-                          char* room) noexcept nogil:
-    """Replace the updates by means of random buckets, which lie in room."""
+cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version) noexcept nogil:
+    """Replace the updates by means of random buckets."""
     cdef int32_t order[MAX_VOICES]
     cdef const void* some[MAX_VOICES]
     cdef const void* means[MAX_VOICES]
@@ -85,7 +100,7 @@ cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
         for j in range(size):
             some[j] = table.rows[order[first + j]]
             table.weights[j] = 1.0 / size
-        means[n] = room + <uint64_t>n * round_up(how.count * how.itemsize)
+        means[n] = table.buckets + <uint64_t>n * round_up(how.count * how.itemsize)
         status = how.mix(some, size, <void*>means[n], how.count, table.weights)
         if status != DONE:
             return status
@@ -100,7 +115,7 @@ cdef int64_t fill_buckets(Combining* how, Table* table, uint32_t version,
 
 cdef inline bint is_one_step(Combining* how) noexcept nogil:
     """Return whether clipping needs only distances to the last result."""
-    return how.kind == CENTERED_CLIPPING and how.iterations == 1
+    return how.kind == CENTERED_CLIPPING and how.iterations == 1 and not how.is_mixed
 
 
 cdef int32_t gather_rows(Combining* how, const void* const* sources, int64_t n, uint64_t first,
@@ -138,13 +153,14 @@ cdef int64_t look(Combining* how, const void* const* sources, int64_t n, uint64_
                   uint64_t count, Table* table) noexcept nogil:
     cdef const void* rows[SLOTS]
     cdef int32_t i, all = gather_rows(how, sources, n, first, rows)
+    cdef int32_t measured = all if how.is_mixed else <int32_t>n
     cdef int64_t status
     if is_one_step(how):
         return look_from_last(how, sources, n, first, count, table)
-    status = how.norms(rows, n, table.part, count, NULL)
-    for i in range(<int32_t>n):
+    status = how.norms(rows, measured, table.part, count, NULL)
+    for i in range(measured):
         table.norms[i] = table.part[i] + (table.norms[i] if first else 0)
-    if status != DONE or how.kind == NORM_CLIPPING:
+    if status != DONE or (how.kind == NORM_CLIPPING and not how.is_mixed):
         return status
     status = how.distances(rows, all, table.part, count, NULL)
     for i in range(all * all):
@@ -163,12 +179,138 @@ cdef void keep_sound(Combining* how, int32_t n, Table* table, uint8_t* refused) 
             table.who[table.m] = i
             table.m += 1
     table.who[table.m] = n
+    table.norms[table.m] = table.norms[n]       # of the last result, if there is one
     n = 0 if is_one_step(how) else table.m + (how.last != NULL)
     for i in range(n):
         for j in range(n):
             table.part[i * n + j] = fmin(table.squares[table.who[i] * all + table.who[j]],
                                          FARTHEST)
     table.squares, table.part = table.part, table.squares
+
+
+# ---------------------------------------------------------------- before the rule
+
+cdef int32_t lies_before(int32_t f, int32_t m) noexcept nogil:
+    return min(f, max((m - 1) // 2, 0))
+
+
+cdef void clip_longest(Combining* how, Table* table, double* scales) noexcept nogil:
+    """Shorten the k longest updates to the length of the next one; scales: by what."""
+    cdef int32_t i, j, m = table.m, n = m + (how.last != NULL)
+    cdef int32_t f = lies_before(how.arc, m)
+    cdef int32_t k = 2 * f * (m - f) // m
+    cdef double limit, products
+    cdef double* ordered = table.weights
+    for i in range(m):
+        j = i
+        while j > 0 and ordered[j - 1] > table.norms[i]:
+            ordered[j] = ordered[j - 1]
+            j -= 1
+        ordered[j] = table.norms[i]
+    limit = ordered[m - k - 1]
+    for i in range(m):
+        if table.norms[i] > limit:
+            scales[i] = sqrt(limit / table.norms[i])
+    for i in range(n):
+        for j in range(n):
+            products = table.norms[i] + table.norms[j] - table.squares[i * n + j]
+            if scales[i] != 1 or scales[j] != 1:
+                table.squares[i * n + j] = 0 if i == j else fmax(
+                    scales[i] * scales[i] * table.norms[i]
+                    + scales[j] * scales[j] * table.norms[j]
+                    - scales[i] * scales[j] * products, 0.0)
+    for i in range(m):
+        table.norms[i] *= scales[i] * scales[i]
+
+
+cdef void list_nearest(Combining* how, Table* table, int32_t n) noexcept nogil:
+    """Let each mix be the mean of an update and those nearest to it; of as near ones the first."""
+    cdef int32_t nearest[SLOTS]
+    cdef int32_t i, j, k, m = table.m
+    cdef int32_t keep = m - lies_before(how.nnm, m)
+    cdef double* squares
+    for i in range(m):
+        squares = table.squares + i * n
+        for j in range(m):
+            k = j
+            while k > 0 and squares[nearest[k - 1]] > squares[j]:
+                nearest[k] = nearest[k - 1]
+                k -= 1
+            nearest[k] = j
+        table.mixes[i * n + i] = 0
+        for j in range(keep):
+            table.mixes[i * n + nearest[j]] = 1.0 / keep
+
+
+cdef void measure_mixes(Table* table, int32_t n) noexcept nogil:
+    """Replace norms and squared distances of updates by those of their mixes.
+
+    As in the formula above: of mixes N, with F = N D N', D_ij = F_ij - (F_ii + F_jj) / 2, and the
+    square of a length is sum_k N_ik |u_k|^2 - F_ii / 2.
+    """
+    cdef double spreads[SLOTS]
+    cdef double* row
+    cdef double total
+    cdef int32_t i, j, k
+    for i in range(n):
+        row = table.part + i * n
+        memset(row, 0, n * sizeof(double))
+        for k in range(n):
+            if table.mixes[i * n + k] != 0:
+                for j in range(n):
+                    row[j] += table.mixes[i * n + k] * table.squares[k * n + j]
+        spreads[i] = 0
+        table.weights[i] = 0
+        for k in range(n):
+            spreads[i] += row[k] * table.mixes[i * n + k] / 2
+            table.weights[i] += table.mixes[i * n + k] * table.norms[k]
+    for i in range(n):
+        table.norms[i] = fmax(table.weights[i] - spreads[i], 0.0)
+        for j in range(i + 1):
+            total = 0
+            if memcmp(table.mixes + i * n, table.mixes + j * n, n * sizeof(double)):
+                for k in range(n):
+                    total += table.part[i * n + k] * table.mixes[j * n + k]
+                total = fmin(fmax(total - spreads[i] - spreads[j], 0.0), FARTHEST)
+            table.squares[i * n + j] = table.squares[j * n + i] = total
+
+
+cdef void mix_first(Combining* how, Table* table) noexcept nogil:
+    """Clip, then mix: what rules see are the mixes from here on."""
+    cdef double scales[SLOTS]
+    cdef int32_t i, j, n = table.m + (how.last != NULL)
+    memset(table.mixes, 0, n * n * sizeof(double))
+    for i in range(n):
+        scales[i] = table.mixes[i * n + i] = 1
+        table.who[i] = i
+    if how.arc:
+        clip_longest(how, table, scales)
+    if how.nnm:
+        list_nearest(how, table, n)
+        measure_mixes(table, n)
+    for i in range(n):
+        for j in range(n):
+            table.mixes[i * n + j] *= scales[j]
+
+
+cdef void of_updates(Combining* how, Table* table, const int32_t* who, int32_t m) noexcept nogil:
+    """Turn weights of mixes into weights of updates, or list the mixes to make."""
+    cdef int32_t i, j, has_last = how.last != NULL
+    cdef int32_t n = m + has_last, rows = table.m + has_last
+    memset(table.part, 0, n * n * sizeof(double))
+    for i in range(rows):
+        for j in range(n):
+            if how.is_by_element:
+                table.part[i * n + j] = table.mixes[table.who[i] * n + j]
+            else:
+                table.part[j] += table.weights[i] * table.mixes[table.who[i] * n + j]
+    if how.is_by_element:
+        table.mixes, table.part = table.part, table.mixes
+        table.n_mixes = rows
+    else:
+        memcpy(table.weights, table.part, n * sizeof(double))
+    memcpy(table.who, who, n * sizeof(int32_t))
+    table.m = m
 
 
 # ---------------------------------------------------------------- weights from distances
@@ -307,18 +449,29 @@ cdef void weigh_clipped(Combining* how, Table* table) noexcept nogil:
 
 
 cdef void weigh(Combining* how, int64_t n, Table* table, uint8_t* refused) noexcept nogil:
+    cdef int32_t who[SLOTS]
+    cdef int32_t m
     keep_sound(how, <int32_t>n, table, refused)
     table.f = how.lies[table.m]
     if table.f < 0:
         table.m = 0
-    elif how.kind == NORM_CLIPPING:
+        return
+    m = table.m
+    if how.is_mixed:
+        memcpy(who, table.who, (m + 1) * sizeof(int32_t))
+        mix_first(how, table)
+    if how.kind == NORM_CLIPPING:
         weigh_clipped(how, table)
     elif how.kind == GEOMETRIC_MEDIAN:
         weigh_geometric(how, table)
     elif how.kind == CENTERED_CLIPPING:
         weigh_centered(how, table)
-    else:
+    elif how.kind == AVERAGE:
+        weigh_evenly(table)
+    elif not how.is_by_element or how.kind == BULYAN:
         weigh_chosen(how, table)
+    if how.is_mixed:
+        of_updates(how, table, who, m)
 
 
 # ---------------------------------------------------------------- results
@@ -344,11 +497,59 @@ cdef int64_t by_element(Combining* how, const void* const* rows, int32_t m, int3
     return how.plain(rows, m, dst, count, args)
 
 
+cdef int64_t middle_of(Combining* how, const void* const* rows, int32_t m, int32_t f, void* dst,
+                       uint64_t count) noexcept nogil:
+    """Make each element by itself, in the fast way where that is for as many."""
+    cdef int64_t status = NOT_FINITE
+    if how.ordered != NULL and m == how.n_ordered and f == how.f:
+        status = how.ordered(rows, m, dst, count, NULL)     # NOT_FINITE: a sum of large numbers
+    if status == NOT_FINITE:
+        status = by_element(how, rows, m, f, dst, count)
+    return status
+
+
+cdef int64_t mix_row(Combining* how, const void* const* rows, const double* weights, int32_t m,
+                     uint64_t first, uint64_t count, char* dst) noexcept nogil:
+    """Mix a part of those rows that have a weight."""
+    cdef const void* some[SLOTS]
+    cdef double shares[SLOTS]
+    cdef int32_t j, n = 0
+    for j in range(m):
+        if weights[j] != 0:
+            some[n] = <const char*>rows[j] + first * how.itemsize
+            shares[n] = weights[j]
+            n += 1
+    if n == 0:
+        memset(dst, 0, count * how.itemsize)
+        return DONE
+    return mix_rows(how, some, n, shares, dst, count)
+
+
+cdef int64_t middle_of_mixes(Combining* how, const void* const* rows, Table* table, char* dst,
+                             uint64_t count) noexcept nogil:
+    """Make mixes and combine them by element, in pieces that stay in the caches."""
+    cdef const void* made[SLOTS]
+    cdef uint64_t start = 0, size
+    cdef int64_t status = DONE
+    cdef int32_t i
+    while start < count and status == DONE:
+        size = min(count - start, <uint64_t>MIXED)
+        for i in range(table.n_mixes):
+            made[i] = table.mixed + i * size * how.itemsize
+            status = mix_row(how, rows, table.mixes + i * table.m, table.m, start, size,
+                             <char*>made[i])
+            if status != DONE:
+                return status
+        status = middle_of(how, made, table.n_mixes, table.f, dst + start * how.itemsize, size)
+        start += size
+    return status
+
+
 cdef int64_t finish(Combining* how, const void* const* sources, int64_t n, void* dst,
                     uint64_t first, uint64_t count, Table* table) noexcept nogil:
     cdef const void* all[SLOTS]
     cdef const void* rows[SLOTS]
-    cdef int64_t status = NOT_FINITE
+    cdef int64_t status
     cdef int32_t i, m = table.m + (how.last != NULL)
     if table.m == 0:
         memset(dst, 0, count * how.itemsize)
@@ -356,12 +557,14 @@ cdef int64_t finish(Combining* how, const void* const* sources, int64_t n, void*
     gather_rows(how, sources, n, first, all)
     for i in range(m):
         rows[i] = all[table.who[i]]
-    if how.kind != BULYAN:
+    if table.n_mixes:
+        status = middle_of_mixes(how, rows, table, <char*>dst, count)
+    elif how.is_by_element:
+        status = middle_of(how, rows, m, table.f, dst, count)
+    elif how.is_mixed:
+        status = mix_row(how, rows, table.weights, m, 0, count, <char*>dst)
+    else:
         status = mix_rows(how, rows, m, table.weights, dst, count)
-    elif how.ordered != NULL and m == how.n_ordered and table.f == how.f:
-        status = how.ordered(rows, m, dst, count, NULL)     # NOT_FINITE: a sum of large numbers
-    if status == NOT_FINITE:
-        status = by_element(how, rows, m, table.f, dst, count)
     if how.last != NULL:
         memcpy(how.fresh + first * how.itemsize, dst, count * how.itemsize)
         if first + count == how.count:      # a round that fails on the way leaves the last whole
@@ -436,7 +639,7 @@ cdef int64_t combine(Combining* how, const void* const* sources, int64_t n, void
     table.m = 0
     status = refuse(how, sources, n, &table, refused) if n else DONE
     if status == DONE and how.bucket and table.m:
-        status = fill_buckets(how, &table, version, <char*>(table.weights + how.slots))
+        status = fill_buckets(how, &table, version)
     if status != DONE:
         return status
     return make(how, &table, dst, version)
@@ -469,6 +672,7 @@ cdef class Combiner:
         self.how.kind = rule.kind
         self.how.keep, self.how.iterations = rule.keep, rule.iterations
         self.how.bucket, self.how.seed = rule.bucket, rule.seed
+        self.how.arc, self.how.nnm = rule.early
         self.how.radius, self.how.nu = rule.radius, rule.nu
         self.how.itemsize, self.how.count = code.itemsize, count
         for m in range(n + 1):
@@ -482,8 +686,12 @@ cdef class Combiner:
             if self.how.last == NULL or self.how.fresh == NULL:
                 raise MemoryError(f"no memory for the last result of {count} elements")
         self.how.is_weighed = rule.wants_whole and rule.kind is not Kind.OWN
+        self.how.is_mixed = rule.is_mixed
+        self.how.is_by_element = rule.kind in _PLAIN
         self.how.slots = n + 1
-        self.how.scratch_bytes = round_up(16 * self.how.slots * (self.how.slots + 1))
+        self.how.scratch_bytes = round_up(
+            (16 + 8 * rule.is_mixed) * self.how.slots * self.how.slots + 16 * self.how.slots
+            + LINE_BYTES) + round_up(mixed_bytes(&self.how))
         if rule.bucket:
             self.how.scratch_bytes += rule.voices(n) * round_up(count * code.itemsize)
 

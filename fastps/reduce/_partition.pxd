@@ -76,6 +76,8 @@ cdef struct Combining:          # a rule for one partition; fixed except for wha
     int32_t keep
     int32_t iterations
     int32_t bucket
+    int32_t arc                 # f of clipping before the rule; 0: none of it
+    int32_t nnm                 # f of mixing nearest neighbors after that
     double radius
     double nu
     uint64_t seed
@@ -94,6 +96,8 @@ cdef struct Combining:          # a rule for one partition; fixed except for wha
     char* fresh                 # and what there is yet of the next one
     int32_t lies[SLOTS]         # by updates that came: f, or -1: the result is zeros
     bint is_weighed             # it looks at whole updates first: look(), weigh(), finish()
+    bint is_mixed               # clips or mixes updates before that
+    bint is_by_element          # in the end: by plain
     uint32_t slots              # of scratch: workers, and the last result
     uint64_t scratch_bytes
 
@@ -106,6 +110,10 @@ cdef struct Table:              # the updates that count, and what is known of t
     double* squares             # of distances between all pairs
     double* part                # as squares, of one part
     double* weights
+    double* mixes               # of is_mixed: each row by what it is of the updates, and the last
+    int32_t n_mixes             # rows of them that finish() combines by element; 0: by weights
+    char* mixed                 # room for MIXED elements of each
+    char* buckets               # room for them
 
 # Give a table room: scratch_bytes, aligned to 64.
 cdef void lay_out(Combining* how, Table* table, char* room) noexcept nogil

@@ -13,7 +13,7 @@ from cpython.object cimport PyObject
 from libc.math cimport fmax, fmin, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from fastps.native._floats cimport fps_floats, fps_floats_enter, fps_floats_leave
 

@@ -29,6 +29,8 @@ RULES: dict[str, bz.Choice] = {
     "krum": bz.Krum(1),
     "multi-krum": bz.MultiKrum(1),
     "buckets": bz.Bucketing(bz.TrimmedMean(1), size=2, seed=3),
+    "nnm trimmed": bz.NNM(bz.TrimmedMean(1)),
+    "arc nnm multi-krum": bz.ARC(bz.NNM(bz.MultiKrum(1))),
     "own": "programs_byzantine:largest",
 }
 
@@ -177,7 +179,7 @@ def coded() -> str:
     fastps.init(min_compress_bytes=0)
     rank, size = fastps.rank(), fastps.size()
     for name, coding in CODECS.items():
-        for rule in ("median", bz.Krum(1), "average"):
+        for rule in ("median", bz.Krum(1), bz.NNM(bz.TrimmedMean(1)), "average"):
             given = [update(worker, 1, 5000) for worker in range(size)]
             given[3][:] = np.nan
             seen = [decoded(one, coding) for one in given]

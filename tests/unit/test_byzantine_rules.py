@@ -38,6 +38,17 @@ RULES = {
     "bulyan": bz.Bulyan(2),
     "buckets": bz.Bucketing(bz.Median(), size=2, seed=7),
     "buckets of krum": bz.Bucketing(bz.Krum(1), size=2),
+    "nnm trimmed": bz.NNM(bz.TrimmedMean(2)),
+    "nnm average": bz.NNM(bz.Average(), 2),
+    "nnm signs": bz.NNM(bz.SignMajority(), 2),
+    "nnm krum": bz.NNM(bz.Krum(2)),
+    "nnm multi-krum": bz.NNM(bz.MultiKrum(2)),
+    "nnm clip": bz.NNM(bz.NormClipping(3.0), 2),
+    "arc": bz.ARC(bz.Average(), 2),
+    "arc trimmed": bz.ARC(bz.TrimmedMean(2)),
+    "arc nnm geometric": bz.ARC(bz.NNM(bz.GeometricMedian(iterations=5), 2)),
+    "arc nnm centered": bz.ARC(bz.NNM(bz.CenteredClipping(2.0), 2)),
+    "buckets arc nnm median": bz.Bucketing(bz.ARC(bz.NNM(bz.Median(), 1)), size=2),
 }
 # Rules that no f of n updates can lead out of what the others say, element by element.
 BOUNDED = ("trimmed", "median", "phocas", "around median", "bulyan")
@@ -207,6 +218,27 @@ def test_two_liars_cannot_move_whole_vectors_far(name, lie):
     assert np.linalg.norm(average - truth) > 40  # what the rule is for
 
 
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), far=st.sampled_from([1e3, 1e12, 1e30]))
+def test_what_comes_before_a_rule(seed, far):
+    honest = updates_of(9, 2100, seed=seed)
+    lies = [np.full(2100, far, np.float32), np.full(2100, -far, np.float32)]
+    near, mean = bz.NNM(bz.Average(), 2), np.mean(honest, axis=0)
+    spread = max(np.linalg.norm(one - mean) for one in honest)
+    for rule in (bz.NNM(bz.Median(), 2), bz.NNM(bz.Krum(2)), bz.NNM(bz.TrimmedMean(2))):
+        found, _ = run(rule, [*honest, *lies])  # no honest one is mixed with a lie
+        assert np.linalg.norm(found - mean) <= spread
+    clipped, _ = run(bz.ARC(bz.Average(), 2), [*honest, *lies])
+    longest = max(np.linalg.norm(one) for one in honest)
+    assert np.linalg.norm(clipped) <= longest * (1 + 1e-6)
+    same(run(near, honest[:1] * 11)[0], honest[0])  # equal updates stay what they are
+    same(run(bz.ARC(bz.Median(), 2), honest[:1] * 11)[0], honest[0])
+    for rule in (bz.Median(), bz.Krum(0), bz.TrimmedMean(0)):  # of one update f is 0: no change
+        same(run(bz.ARC(bz.NNM(rule, 1), 1), [*honest[:1], *[None] * 10])[0], honest[0])
+    mixed, wanted = bz.NNM(bz.Bulyan(2)), updates_of(11, 2100, seed=1)
+    same(run(mixed, wanted)[0], bz.combine(mixed, wanted))
+
+
 def test_exact_numbers_by_hand():
     rows = [np.array([float(x)]) for x in (0, 1, 2, 3, 100)]
     wanted = {
@@ -215,6 +247,8 @@ def test_exact_numbers_by_hand():
         bz.SignMajority(): 1, bz.Krum(1): 1, bz.MultiKrum(1): 1.5, bz.MultiKrum(1, keep=1): 1,
         bz.NormClipping(2.0): 7 / 5, bz.CenteredClipping(2.0): 7 / 5,
         bz.TrimmedMean(share=0.2): 2, bz.Phocas(share=0.2): 1.5,
+        bz.NNM(bz.Average(), 1): (4 * 1.5 + 26.5) / 5, bz.NNM(bz.Krum(1)): 1.5,
+        bz.ARC(bz.Average(), 1): 9 / 5, bz.NNM(bz.Median(), 2): 2,
     }  # fmt: skip
     for rule, value in wanted.items():
         assert bz.combine(rule, rows)[0] == pytest.approx(value), rule
@@ -268,6 +302,7 @@ def test_more_updates_than_it_has_room_for_are_refused():
         (bz.Bulyan(1), 6, "needs 7"),
         (bz.Bucketing(bz.Krum(1)), 8, "in 4 buckets of 2: take f=0"),
         (bz.Bucketing(bz.Krum(0)), 3, "in 2 buckets of 2: take another rule"),
+        (bz.NNM(bz.Median(), 3), 6, "need 7 updates or more, got 6: take f=2"),
         (bz.MultiKrum(1, keep=6), 5, "at most the 5 updates, got 6"),
         (bz.Median(), 257, "at most 256"),
     ],
@@ -286,7 +321,8 @@ def test_parameters_that_mean_nothing():
         lambda: bz.Bucketing(bz.Median(), size=1), lambda: bz.rule_of("krum"),
         lambda: bz.Bucketing(bz.Bucketing(bz.Median())), lambda: bz.Own("nowhere"),
         lambda: bz.TrimmedMean(0.2), lambda: bz.TrimmedMean("1"), lambda: bz.NormClipping("1"),
-        lambda: bz.rule_of(bz.Krum),
+        lambda: bz.rule_of(bz.Krum), lambda: bz.NNM(bz.Median()), lambda: bz.NNM(bz.Krum(1), -1),
+        lambda: bz.NNM(bz.ARC(bz.Krum(1))), lambda: bz.ARC(bz.Own("some:rule"), 1),
         lambda: bz.rule_of(type("Made", (), {"__module__": "__main__", "__call__": len})()),
     ):  # fmt: skip
         with pytest.raises(ConfigError):

@@ -213,9 +213,10 @@ def test_what_a_rule_keeps_goes_from_round_to_round():
     np.testing.assert_allclose(last, 1.0)
 
 
+@pytest.mark.parametrize("rule", [bz.Krum(1), bz.ARC(bz.NNM(bz.TrimmedMean(1)))])
 @pytest.mark.parametrize("whole", [False, True])
-def test_buckets_are_drawn_anew_in_each_round(whole):
-    rule, rows = bz.Bucketing(bz.Krum(1), size=2, seed=3), rows_of()
+def test_buckets_are_drawn_anew_in_each_round(whole, rule):
+    rule, rows = bz.Bucketing(rule, size=2, seed=3), rows_of()
     found = []
     for number in (1, 2, 3, 1):
         likes = blocks(77) if whole else blocks(77)[:1]
@@ -226,6 +227,16 @@ def test_buckets_are_drawn_anew_in_each_round(whole):
         found.append(joined(changes))
     np.testing.assert_array_equal(found[0], found[3])
     assert not np.array_equal(found[0], found[1])
+
+
+def test_a_mix_of_nearest_updates_has_the_blocks_that_were_sent():
+    likes = [np.zeros(2), np.zeros(1)]
+    rows = [[np.full(2, 1.0), None], [np.full(2, 2.0), np.ones(1)], [np.full(2, 9.0), np.ones(1)]]
+    _, changes = judge_of(bz.NNM(bz.Average(), 1), likes, 3).judge(case_of(rows, likes))
+    close(changes, [np.full(2, (1.5 + 1.5 + 5.5) / 3), np.ones(1)])
+    _, changes = judge_of(bz.ARC(bz.Average(), 1), likes, 3).judge(case_of(rows, likes))
+    factor = 3 / math.sqrt(163)  # of the longest, to the length of the next
+    close(changes, [np.full(2, (1 + 2 + 9 * factor) / 3), np.full(1, (1 + factor) / 2)])
 
 
 def test_f_goes_down_to_what_is_there():

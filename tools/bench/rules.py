@@ -49,9 +49,12 @@ RULES = {
     "geometric median": bz.GeometricMedian(),
     "krum": bz.Krum(1),
     "bulyan": bz.Bulyan(1),
+    "nnm, trimmed mean": bz.NNM(bz.TrimmedMean(1)),
+    "nnm, krum": bz.NNM(bz.Krum(1)),
 }
 ROUNDS = {name: RULES[name] for name in ("average", "median", "trimmed mean", "norm clipping")} | {
-    "krum, f=0": bz.Krum(0)
+    "krum, f=0": bz.Krum(0),
+    "nnm, trimmed mean": RULES["nnm, trimmed mean"],
 }  # of four workers
 JUDGED = {
     "zeno": bz.Zeno(eta=-10.0, rho=10.0),  # takes all
