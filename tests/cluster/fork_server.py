@@ -47,9 +47,8 @@ LAUNCHING = ("fastps.launch.run",)
 # What these start by sys.executable is forked, too; others may hand down descriptors.
 STARTERS = ("fastps.launch.run", "fastps.launch.byteps", "fastps.bench")
 # fastps, and the programs of tests: servers import rules by their names
-IMPORT_PATH = os.pathsep.join(
-    map(str, (Path(__file__).resolve().parents[2], Path(__file__).parent))
-)
+ROOT = str(Path(__file__).resolve().parents[2])
+IMPORT_PATH = os.pathsep.join((ROOT, str(Path(__file__).parent)))
 ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING, *LAUNCHING)
 # Of the frameworks that tests have imported, or will; none starts a thread when it is imported.
 FRAMEWORKS = {
@@ -319,25 +318,30 @@ def run(words: list[str], environ: dict[str, str], folder: str, cpus: list[int])
     sys.path[first : first + len(IMPORT_PATH.split(os.pathsep))] = filter(None, given)
     os.environ.clear()
     os.environ.update(environ)
-    if words[0] == "-m" and words[1].startswith(STARTERS) and "FORKING_PYTHON" in environ:
-        sys.executable = str(FORKING_PYTHON)
+    if ROOT not in sys.path:
+        sys.path.append(ROOT)  # as of an editable installation
     os.chdir(folder)
     if cpus:
         os.sched_setaffinity(0, cpus)
+    sys.path[0] = "" if words[0] == "-c" else folder
+    if words[0] == "-P":
+        del words[0], sys.path[0]
     while words[0] == "-W":
         warnings._setoption(words[1])
-        words = words[2:]
+        del words[:2]
+    if words[0] == "-m" and words[1].startswith(STARTERS) and "FORKING_PYTHON" in environ:
+        sys.executable = str(FORKING_PYTHON)
     random.seed()
     sys.modules["numpy"].random.seed()
     if words[0] == "-c":
         sys.argv[:] = ["-c", *words[2:]]
-        sys.path[0] = ""
         main = types.ModuleType("__main__")
         sys.modules["__main__"] = main
         exec(compile(words[1], "<string>", "exec"), vars(main))
     elif words[0] == "-m":
         sys.argv[:] = words[1:]
-        sys.modules.pop(words[1], None)  # or runpy warns
+        if not hasattr(sys.modules.get(words[1]), "__path__"):
+            sys.modules.pop(words[1], None)  # or runpy warns
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = words

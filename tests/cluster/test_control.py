@@ -92,7 +92,7 @@ class TestWork:
                 client.report_lost(7, "nobody has that number")
                 assert seconds_since(began) < NOTICE_S / 2
                 assert not declared.done()
-            client._write(pack_to_scheduler(KeysReady(99)), time.monotonic() + WAIT_S)
+            client._write(pack_to_scheduler(KeysReady(99)), time.monotonic() + WAIT_S, epoch=0)
             assert len(declared.result(WAIT_S)) == 1
 
     def test_declare_200_tensors_at_once(self) -> None:

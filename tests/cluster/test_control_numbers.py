@@ -71,8 +71,8 @@ def test_a_malformed_request_is_refused_by_its_number() -> None:
         client = workers[0].client
         for timeout_s in NONSENSE_S:
             message = Barrier(next(client._numbers), "b", timeout_s)
-            future = client._enlist(message.request)
-            client._write(pack(message), time.monotonic() + WAIT_S)
+            future, epoch = client._enlist(message)
+            client._write(pack(message), time.monotonic() + WAIT_S, epoch)
             answer = future.result(WAIT_S)
             assert "malformed" in answer.message
             assert answer.kind == "protocol"
