@@ -92,9 +92,10 @@ class Net:
     TEST_ENCRYPT=on seals all links over TCP.
     """
 
+    head_bytes = HEADER_BYTES  # of a frame
+
     def __init__(self, kind: str, *, io_threads: int = 1) -> None:
         self.kind = kind
-        self.head_bytes = HEADER_BYTES  # of a frame
         make = InprocTransport if kind in INPROC else TcpTransport
         self.transport: Any = make(io_threads=io_threads)
         self.inside = InprocTransport() if kind == "colocated" else None
