@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -131,6 +132,33 @@ def test_no_step_is_lost(layout, tmp_path):
     records = read_records(str(log))
     assert {one.workers for one in records} == {(0, 1, 2)}
     assert records[-1].committed["t0"] == 70
+
+
+def test_the_launcher_of_one_of_two_machines_starts_another_one(tmp_path):
+    """The third time a worker of the other machine dies too."""
+    token = tmp_path / "job.token"
+    token.touch(0o600)
+    token.write_text("9f3a61c07be2d584" * 2)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = ("--machines", "2", "-np", "2,1", "-s", "1", "--scheduler-host", "127.0.0.1",
+             "--scheduler-port", port, "--token-file", str(token))  # fmt: skip
+    with (
+        job(70, *words, "--machine-rank", "0") as here,
+        job(70, *words, "--machine-rank", "1") as there,
+    ):
+        for kill in range(2):
+            there.wait("STEP", 10 + 20 * kill)
+            here.kill_scheduler()
+            there.wait(f"VIEW {kill + 2}")
+        there.wait("STEP", 50)
+        here.kill_scheduler()
+        there.kill_worker(2)
+        there.end()
+        shown = here.end()
+    assert here.process.returncode == 0, shown
+    assert len(digests(shown, (0, 1))) == 1
+    assert len(re.findall(r"^\[fastps-run\].* takes over$", shown, re.M)) == 3, shown
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
