@@ -17,7 +17,7 @@ import atexit
 import contextlib
 import functools
 import gc
-import importlib
+import importlib.util
 import itertools
 import json
 import os
@@ -50,7 +50,8 @@ STARTERS = ("fastps.launch.run", "fastps.launch.byteps", "fastps.bench")
 ROOT = str(Path(__file__).resolve().parents[2])
 IMPORT_PATH = os.pathsep.join((ROOT, str(Path(__file__).parent)))
 ALWAYS = ("numpy.random", "pytest", "fastps", *JOINING, *SERVING, *LAUNCHING)
-# Of the frameworks that tests have imported, or will; none starts a thread when it is imported.
+# Of the frameworks that tests have imported, or will, as far as it is there; none starts a thread
+# when it is imported.
 FRAMEWORKS = {
     # and the data of examples
     "torch": ("fastps.torch", "torch._dynamo", "torch.nn.parallel", "sklearn.datasets"),
@@ -363,7 +364,8 @@ def main() -> None:
     control, door = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:3])
     environ = dict(os.environ)
     for name in sys.argv[3:]:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     gc.freeze()  # what is there stays, and is shared
     asked = Nursery(control, door, environ).serve()
     run(*json.loads(asked)[:4])
