@@ -57,15 +57,17 @@ def run(parsed: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _shown(parsed: argparse.Namespace) -> Iterator[Callable[[list[Pace], list[Look]], None]]:
     """Yield the function that shows the latest paces and looks."""
+    live: Any = None
     if not parsed.once and sys.stdout.isatty():
         with contextlib.suppress(ImportError):  # then as without a terminal
             live = _rich("live").Live(screen=True, auto_refresh=False)
-            with live:
-                yield lambda found, looks: live.update(
-                    picture(found, looks, live.console.height), refresh=True
-                )
-                return
-    yield lambda found, _: _print(found, is_last=parsed.once)
+    if live is None:
+        yield lambda found, _: _print(found, is_last=parsed.once)
+        return
+    with live:
+        yield lambda found, looks: live.update(
+            picture(found, looks, live.console.height), refresh=True
+        )
 
 
 def _print(found: Sequence[Pace], *, is_last: bool) -> None:
