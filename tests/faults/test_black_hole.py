@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tools import netlab
 from tools.netlab import NetLab
 
-pytestmark = [pytest.mark.root, pytest.mark.timeout(110)]
+# Alone: whoever is late hears that the other has given up, in place of the cause.
+pytestmark = [pytest.mark.root, pytest.mark.alone, pytest.mark.timeout(110)]
 
 NARROW = 900  # bytes: more than control messages need, less than a full segment
 # Small operations until the path is narrow, then one that fills packets.
