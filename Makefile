@@ -45,7 +45,7 @@ demo: .venv/.demo
 # Exit code 5 says that PYTEST_FLAGS choose none of them.
 test: .venv/.test
 	@status=0; set -x; \
-	$(RUN) -m pytest -n $$(($(JOBS) + 2)) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_FLAGS) || status=$$?; \
+	$(RUN) -m pytest -n $$(($(JOBS) + 1)) --dist loadfile --no-loadscope-reorder -m "not alone" $(PYTEST_FLAGS) || status=$$?; \
 	$(RUN) -m pytest -m alone $(PYTEST_FLAGS) || test $$? = 5 || status=1; \
 	test $$status = 0 -o $$status = 5
 
