@@ -353,7 +353,7 @@ class Job:
 
     def _notice_ends(self) -> None:
         ended = [part for part in self.parts if part.notice_end()]
-        if self._scheduler in ended and self._has_follower(self._scheduler):
+        if self._scheduler in ended and self._start_follower(self._scheduler):
             ended = [part for part in ended if part not in self._followed]
         failed = [part for part in ended if part.exit_code != 0]
         if self._scheduler is not None:
@@ -365,8 +365,8 @@ class Job:
             if isinstance(part, Child):
                 self._on_end(part)
 
-    def _has_follower(self, dead: SchedulerProcess | None) -> bool:
-        """Start a scheduler that takes over from one that has ended, where that may be."""
+    def _start_follower(self, dead: SchedulerProcess | None) -> bool:
+        """Start a scheduler that takes over from one that has ended; return whether one does."""
         assert dead is not None
         self._n_vain = 0 if dead.has_served else self._n_vain + 1
         is_open = self.cause is None and not (self._is_stopping or self._failed)

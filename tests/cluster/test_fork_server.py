@@ -54,6 +54,22 @@ def test_a_program_is_forked_unless_its_environment_is_read_by_imports(tmp_path,
     assert (name, word) == (str(path), "a_word")
 
 
+def test_a_forked_program_has_the_options_and_paths_that_python_gives(tmp_path, monkeypatch):
+    module = "import warnings, sys; print(sys.path[0], flush=True); warnings.warn('so it is')"
+    (tmp_path / "here.py").write_text(module)
+    monkeypatch.chdir(tmp_path)
+    for words, code, start, text in (
+        (("-m", "here"), 0, f"{tmp_path}\n", "UserWarning: so it is"),
+        (("-W", "error", "-m", "here"), 1, f"{tmp_path}\n", "UserWarning: so it is"),
+        (("-P", "-m", "here"), 1, "", "No module named here"),
+        (("-P", "-m", "fastps.launch.run", "--version"), 0, "fastps ", ""),
+    ):
+        with forked(*words) as process:
+            said, error = process.communicate(timeout=60)
+        assert (process.returncode, said.startswith(start)) == (code, True), said + error
+        assert text in error
+
+
 def test_words_errors_and_signals_of_a_forked_program():
     with forked("-c", f"{SAY}; raise OSError('so it is')", "x") as process:
         said, error = process.communicate(timeout=60)
