@@ -84,7 +84,7 @@ class Server:
         if config.trace_on:
             me = job.members[job.me]
             self._plane.recorder = Recorder(
-                config, role="server", number=job.me, host_id=me.host_id,
+                config, role="server", rank=me.rank, number=job.me, host_id=me.host_id,
                 ping=self._client.clock_ns,
             )  # fmt: skip
         self._is_ready.set()

@@ -318,8 +318,8 @@ class Connections:
             me = self.job.members[self.job.me]
             view = "" if self._is_first else f"-view{self.job.generation}"
             self.recorder = Recorder(
-                self._config, role="worker", number=self.job.me, host_id=me.host_id,
-                ping=self.client.clock_ns, ending=view,
+                self._config, role="worker", rank=self.job.me, number=self.job.me,
+                host_id=me.host_id, ping=self.client.clock_ns, ending=view,
             )  # fmt: skip
 
     def begin_status(self, tell: Callable[[], dict[str, float]]) -> None:

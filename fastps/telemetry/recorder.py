@@ -48,12 +48,20 @@ class Recorder:
     """The trace of one process of a job, from its construction to close()."""
 
     def __init__(
-        self, config: Config, *, role: str, number: int, host_id: str, ping: Ping, ending: str = ""
+        self,
+        config: Config,
+        *,
+        role: str,
+        rank: int,
+        number: int,
+        host_id: str,
+        ping: Ping,
+        ending: str = "",
     ) -> None:
         """Open the files and start to record. Raises ConfigError.
 
-        number, host_id: of the member. ping: blocks for a round trip. ending: of the files' names,
-        for all but the first trace of a process.
+        rank, number, host_id: of the member; see Who. ping: blocks for a round trip. ending: of
+        the files' names, for all but the first trace of a process.
         """
         self._config = config
         self._ping = ping
@@ -77,7 +85,7 @@ class Recorder:
         self._activities: dict[tuple[str, str], int] = {}  # numbers, by (what, of what)
         self._begun: dict[str, list[tuple[str, int]]] = {}  # (what, since), by of what
         self._naming = threading.Lock()
-        self.note(who=_describe(role, number, host_id))
+        self.note(who=_describe(role, rank, number, host_id))
         last = config.trace_end_step or ANY
         self._drain = _core.Drain(
             self._spans, first=config.trace_start_step, last=last, max_bytes=MAX_BYTES
@@ -198,9 +206,10 @@ class Recorder:
 _FLAGS = os.O_WRONLY | os.O_APPEND
 
 
-def _describe(role: str, number: int, host_id: str) -> dict[str, Any]:
+def _describe(role: str, rank: int, number: int, host_id: str) -> dict[str, Any]:
     return {
         "role": role,
+        "rank": rank,
         "number": number,
         "host": os.uname().nodename,
         "boot": host_id.partition("/")[0],  # the same on processes that read one clock

@@ -48,9 +48,13 @@ Time: TypeAlias = Annotated[int, Meta(gt=-(1 << 60), lt=1 << 60)]  # ns; sums ha
 
 
 class Who(TypedDict):
-    """The process of a trace; boot: the same on processes that read one clock."""
+    """The process of a trace; boot: the same on processes that read one clock.
+
+    rank: among those of its role; number: among all members.
+    """
 
     role: str
+    rank: Number
     number: Number
     host: str
     boot: str

@@ -126,7 +126,7 @@ def events_of(one: Timed, origin: int) -> Iterator[Event]:
     """Yield all events of one process."""
     who = one.recording.who
     pid = who["number"]
-    name = f"{who['role']} {who['number']} ({who['host']}, pid {who['pid']})"
+    name = f"{who['role']} {who['rank']} ({who['host']}, pid {who['pid']})"
     yield _note(pid, 0, "process_name", name=name)
     yield _note(pid, 0, "process_sort_index", sort_index=pid)
     for kind in ORDER + tuple(kind for kind in range(1, DROPPED) if kind not in ORDER):

@@ -82,6 +82,9 @@ def test_servers_over_sockets(tmp_path, compression):
     assert sum(map(len, received)) == 2 * n_parts * STEPS
     for server in (2, 3):
         assert {"RECEIVE", "SUM", "RESULT"} <= set(durations(document, pid=server))
+    named = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
+    ours = ["worker 0", "worker 1", "server 0", "server 1"]
+    assert [name.partition(" (")[0] for name in named] == ours
     check_order(document)
     levels = [e["args"][""] for e in document["traceEvents"] if e["name"] == "bytes in flight"]
     assert min(levels) == 0

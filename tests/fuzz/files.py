@@ -24,7 +24,7 @@ from fastps.telemetry.timeline import merge
 
 from .target import Target
 
-WHO = {"role": "worker", "number": 1, "host": "h", "boot": "b", "pid": 7}
+WHO = {"role": "worker", "rank": 1, "number": 1, "host": "h", "boot": "b", "pid": 7}
 
 
 class _Folder(Target):

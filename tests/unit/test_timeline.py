@@ -52,7 +52,10 @@ def leave(
         record["kind"], record["began"], record["ended"] = kind, began, ended
         record["key"], record["version"], record["nbytes"] = 3 << 16 | 1, 7, 1000
     (folder / f"job-{number}.spans").write_bytes(records.tobytes() + more)
-    who = {"role": "worker", "number": number, "host": "h", "boot": boot, "pid": 100 + number}
+    who = {
+        "role": "worker", "rank": number, "number": number, "host": "h", "boot": boot,
+        "pid": 100 + number,
+    }  # fmt: skip
     notes: list[dict[str, Any]] = [{"who": who}, {"tensor": 3, "name": "layer", "since": 0}]
     if clock is not None:
         notes.append({"clock": clock})
@@ -154,7 +157,7 @@ def test_an_offset_is_right_within_its_bound(offset, trips):
 def test_a_clock_that_drifts_is_followed():
     spans = np.zeros(3, RECORD)
     spans["began"], spans["ended"] = [0, 500, 1000], [1, 501, 1001]
-    who = {"role": "worker", "number": 0, "boot": "a"}
+    who = {"role": "worker", "rank": 0, "number": 0, "boot": "a"}
     alignment = Alignment([Recording(who, spans, clocks=[(0, 100, 5), (1000, 120, 5)])])
     began, ended = alignment.shift("a", spans)
     assert began.tolist() == [100, 610, 1120]
@@ -171,7 +174,9 @@ def test_a_timeline_that_cannot_be_written_is_reported(tmp_path, caplog):
     """It was not: the process that ends last merges, and there is nobody else to notice."""
     (tmp_path / "timeline.json").mkdir()
     settings = config.load({"trace_dir": str(tmp_path)}, environ={})
-    recorder = Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns)
+    recorder = Recorder(
+        settings, role="worker", rank=0, number=0, host_id="here", ping=_core.clock_ns
+    )
     recorder.close()
     assert f"fastps timeline {tmp_path} FILE" in caplog.text
     assert "Is a directory" in caplog.text

@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_ends_the_trace_and_says_so():
 def test_notes_that_find_the_disk_full_are_said_once_and_end_nothing(tmp_path, caplog):
     recorder = Recorder(
         load({"trace_dir": str(tmp_path), "trace_file": "elsewhere"}, {}),
-        role="worker", number=0, host_id="host/boot", ping=lambda: 0,
+        role="worker", rank=0, number=0, host_id="host/boot", ping=lambda: 0,
     )  # fmt: skip
     recorder.stop_clock()
     assert not recorder._clock.is_alive()
@@ -158,7 +158,7 @@ def test_notes_that_find_the_disk_full_are_said_once_and_end_nothing(tmp_path, c
 def test_activities_have_numbers_which_the_notes_name(tmp_path):
     recorder = Recorder(
         load({"trace_dir": str(tmp_path), "trace_file": "elsewhere"}, {}),
-        role="worker", number=0, host_id="host/boot", ping=lambda: 0,
+        role="worker", rank=0, number=0, host_id="host/boot", ping=lambda: 0,
     )  # fmt: skip
     recorder.begin_activity("load", of="batch")
     assert recorder.end_activity("batch")
