@@ -66,7 +66,7 @@ test-framework-%: .venvs/%/.made
 	@touch $@
 
 check: .venv/.test
-	tools/check ruff format mypy stubs cython spelling
+	tools/check ruff format mypy pyright stubs cython spelling
 
 unit: .venv/.test
 	$(RUN) -m pytest tests/unit tests/house

@@ -14,7 +14,9 @@ LIMIT_S = 570
 
 
 @pytest.mark.timeout(LIMIT_S + 30)
-@pytest.mark.parametrize("check", ["ruff", "format", "mypy", "stubs", "cython", "spelling"])
+@pytest.mark.parametrize(
+    "check", ["ruff", "format", "mypy", "pyright", "stubs", "cython", "spelling"]
+)
 def test_static_check_is_clean(check):
     result = subprocess.run(
         [ROOT / "tools" / "check", check],

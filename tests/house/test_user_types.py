@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Type checkers see what the public operations return: tools/check mypy reads this file.
+"""Type checkers see what the public operations return: mypy and pyright read this file.
 
-Each assert_type() is checked by mypy, and the same lines run here as a job of one worker.
+Each assert_type() is checked by both, and the same lines run here as a job of one worker.
 """
+# pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from __future__ import annotations
 
