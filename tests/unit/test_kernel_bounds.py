@@ -351,7 +351,7 @@ def test_every_rule_is_among_them():
 
 PIECE = 32 << 10  # of long copies and sums that several threads share
 LONG = 4 << 20  # from which on they do
-LENGTHS = (*range(200), 383, *range(1020, 1030), 3071, 3072, 3079, 2 * PIECE, 7 * PIECE + 1)
+LENGTHS = (*range(200), 383, *range(1020, 1030), 3071, 3072, 3079, 5888, 2 * PIECE, 7 * PIECE + 1)
 
 
 FILES_OF_KERNELS = ("copy.pxd", "crc.pxd")
