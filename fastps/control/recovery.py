@@ -8,6 +8,11 @@ have ended, or are late, all are told what any of them knows to be committed, an
 have ended. Then the view ends for all as after a loss, and the next one begins by the same code.
 A member that is missing is lost in it. Members of an earlier view, who are not in the latest, were
 lost before. Pure, as the Membership is.
+
+One member's word is no verdict here either. A view that has begun was announced to all members
+before. So a report of a view is believed if half of those that came back report the same one, or
+were told of it and await it. A member that reports a later view than that is lost. Only what most
+members say lets the scheduler begin before it is time without those that have yet to come back.
 """
 
 from __future__ import annotations
@@ -15,15 +20,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastps.config import Config
 from fastps.control.actions import Action, Close, Phase
-from fastps.control.admission import Peer, places_of
+from fastps.control.admission import Peer, places, places_of
 from fastps.control.commits import Commits, is_operation, key_of, parts_of
 from fastps.control.landing import BoardLog
 from fastps.control.protocol import (
+    MAX_MEMBERS,
     Absent,
     BlobData,
     Committed,
@@ -47,12 +53,18 @@ log = logging.getLogger(__name__)
 COME_S = 5.0  # beyond a lease, for members to come back
 DIED = "its process died, and its launcher has started another one, which takes over"
 STALE = "this process was taken for lost, or came back too late"
+CONTRADICTED = "most members that came back know of no such view as it reports"
 LATE = "it did not come back within {:g} s after the scheduler had died"
-Identity = tuple[str, str, int]  # role, host name and process
+Identity = tuple[str, int, str, int]  # role, rank at the beginning, host name and process
 
 
-def _identity(member: Member | Join) -> Identity:
-    return member.role, member.hostname, member.pid
+def _identity(member: Member) -> Identity:
+    return member.role, member.place, member.hostname, member.pid
+
+
+def _reporter(report: Rejoin) -> Identity:
+    """Return who reports; its token has proven role and rank, see refusal()."""
+    return _identity(report.job.members[report.job.me])
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Takeover:
     left: frozenset[int]
     missing: tuple[int, ...]
     stale: tuple[int, ...]  # peers
+    contradicted: tuple[int, ...]  # members, which are missing too
     committed: dict[tuple[int, ...], dict[str, None]]  # entries, by members
     met: dict[tuple[str, int], Success]
 
@@ -101,9 +114,10 @@ class Takeover:
 class Recovery:
     """The reports of members that come back."""
 
-    def __init__(self, term: int) -> None:
-        """Begin without any; term: of this scheduler."""
+    def __init__(self, term: int, n_members: int) -> None:
+        """Begin without any; term: of this scheduler; n_members: with which the job began."""
         self._term = term
+        self._n_members = n_members
         self._reports: dict[int, Rejoin] = {}  # by peer
         self._ended: dict[Identity, Absent] = {}
 
@@ -115,18 +129,21 @@ class Recovery:
                 f"it has heard the scheduler of term {report.term}, and this one has term "
                 f"{self._term}; restart the job"
             )
+        if report.told - job.generation > MAX_MEMBERS:  # each change loses or admits some
+            return f"it is in view {job.generation}, and reports that {report.told} was announced"
         if not all(one.hostname.isprintable() for one in job.members):
             return "a host name in its report has control characters"
         me = job.members[job.me]
-        if _identity(me) != _identity(join) or join.rank not in (None, me.place):
+        place = me.place if join.rank is None else join.rank
+        if _identity(me) != (join.role, place, join.hostname, join.pid):
             return f"it is {join.role} {join.rank}, and reports the job of {me.role} {me.place}"
         return ""
 
     def add(self, peer: int, report: Rejoin) -> None:
         """Take a member's report, in place of one that it made on another connection."""
-        who = _identity(report.join)
+        who = _reporter(report)
         self._reports = {peer: one for peer, one in self._reports.items()
-                         if _identity(one.join) != who}  # fmt: skip
+                         if _reporter(one) != who}  # fmt: skip
         self._reports[peer] = report
 
     def drop(self, peer: int) -> None:
@@ -135,7 +152,7 @@ class Recovery:
 
     def note_end(self, absent: Absent) -> None:
         """Take a launcher's report that a process has ended."""
-        self._ended[absent.role, absent.host, absent.pid] = absent
+        self._ended[absent.role, absent.rank, absent.host, absent.pid] = absent
 
     def report_of(self, peer: int) -> Rejoin:
         """Return the report of a peer."""
@@ -155,37 +172,62 @@ class Recovery:
         if not self._reports:
             return None
         reports = self._reports.values()
-        latest = max(one.job.generation for one in reports)
-        # one scheduler has started it, for all alike; most are believed if one says otherwise
-        ways = Counter(
-            (one.job.members, one.job.owners) for one in reports if one.job.generation == latest
-        )
-        way = max(ways, key=ways.__getitem__)
-        inside = [one for one in reports if (one.job.members, one.job.owners) == way]
-        job = inside[0].job
+        job = self._believed([*reports])
+        inside = [one for one in reports if _is_same(one.job, job)]
         numbers = {_identity(member): number for number, member in enumerate(job.members)}
-        peers = {numbers[_identity(one.join)]: peer for peer, one in self._reports.items()
-                 if _identity(one.join) in numbers}  # fmt: skip
-        left = {number for one in inside for number in one.left}
+        found = {peer: numbers.get(_reporter(one)) for peer, one in self._reports.items()}
+        later = {peer for peer, one in self._reports.items()
+                 if one.job.generation >= job.generation and one not in inside}  # fmt: skip
+        peers = {number: peer for peer, number in found.items()
+                 if number is not None and peer not in later}  # fmt: skip
+        said = Counter(number for one in inside for number in {*one.left})
+        left = {number for number in said if 2 * said[number] > len(inside)}
         left |= {number for who, number in numbers.items()
                  if who in self._ended and self._ended[who].has_succeeded}  # fmt: skip
         left -= peers.keys()
         announced = max(one.told for one in reports)
         return Takeover(
             job,
-            max(announced, latest),
-            any(one.boundary > latest for one in reports),
+            max(announced, job.generation),
+            any(one.boundary > job.generation for one in reports),
             peers,
             frozenset(left),
             tuple(one for one in numbers.values() if one not in peers and one not in left),
             tuple(peer for peer in self._reports if peer not in peers.values()),
+            tuple(one for peer in later if (one := found[peer]) is not None),
             _all_committed(one.committed for one in inside),
             _all_met(one.met for one in inside),
         )
 
+    @staticmethod
+    def _believed(reports: Sequence[Rejoin]) -> Job:
+        """Return the latest job that at least half of the members know of or await."""
+        known: list[tuple[bool, int, int, Job]] = []
+        for job in (one.job for one in reports):
+            members = {_identity(member) for member in job.members}
+            n_for = sum(
+                _is_same(one.job, job)
+                or (one.job.generation < job.generation <= one.told
+                    and _reporter(one) in members)
+                for one in reports
+            )  # fmt: skip
+            known.append((2 * n_for >= len(reports), job.generation, n_for, job))
+        return max(known, key=lambda one: one[:3] if one[0] else (one[0], one[2], one[1]))[-1]
+
     def is_complete(self, found: Takeover) -> bool:
-        """Return whether all members have come, or have ended."""
-        return all(_identity(found.job.members[one]) in self._ended for one in found.missing)
+        """Return whether all members have come, or have ended, and are most of the job's."""
+        places = {who[:2] for who in self._ended}
+        if 2 * len(found.peers) <= self._n_members - len(places):
+            return False
+        missing = [one for one in found.missing if one not in found.contradicted]
+        return all(_identity(found.job.members[one]) in self._ended for one in missing)
+
+
+def _is_same(one: Job, other: Job) -> bool:
+    """Return whether two members are in the same view: one scheduler started it for all alike."""
+    return (one.generation, one.members, one.owners) == (
+        other.generation, other.members, other.owners,
+    )  # fmt: skip
 
 
 def _all_committed(reports: Iterable[Committed]) -> dict[tuple[int, ...], dict[str, None]]:
@@ -254,7 +296,8 @@ class RecoveryMixin:
 
     def _begin_recovery(self, term: int, views_before: int, now: float) -> None:
         """Await the members of a job whose scheduler died; see Membership."""
-        self._recovery = Recovery(term)
+        members = (places(self._config, role)[0] for role in ("worker", "validator", "server"))
+        self._recovery = Recovery(term, sum(members))
         self.has_begun = self.has_been_tried = self.is_changing = True
         self._views_before = views_before
         self._began, self._come_until = now, now + self._config.lease_s + COME_S
@@ -304,7 +347,9 @@ class RecoveryMixin:
         self.phase, self.is_changing, self.generation = Phase.RUNNING, False, found.generation
         self._n_views = self._views_before + job.view - 1
         for peer in found.stale:
-            self._refuse_return(peer, recovery.report_of(peer), STALE)
+            report = recovery.report_of(peer)
+            is_later = report.job.generation >= job.generation
+            self._refuse_return(peer, report, CONTRADICTED if is_later else STALE)
         lease = now + self._config.lease_s + self._config.handshake_timeout_s
         leaving: list[int] = []
         members: list[Peer] = []
@@ -351,7 +396,8 @@ class RecoveryMixin:
         waited = LATE.format(now - self._began)
         for number in found.missing:
             cause = recovery.cause_of(found.job.members[number])
-            self._drop(-1 - number, cause or waited, now)
+            late = CONTRADICTED if number in found.contradicted else waited
+            self._drop(-1 - number, cause or late, now)
         self._after_departure(now)
 
 

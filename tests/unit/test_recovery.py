@@ -125,7 +125,7 @@ def test_a_worker_that_left_is_not_awaited():
     job, driver = job_before(), After()
     journal = Journal()
     journal.take(PeerLeft(1))
-    peers = [driver.come_back(0, job, journal), driver.come_back(3, job)]
+    peers = [driver.come_back(me, job, journal) for me in (0, 3)]
     gone = job.members[2]
     driver.say(
         LAUNCHER,
@@ -268,3 +268,89 @@ def test_all_members_know_of_the_same_commits(commits, data):
         last = [max((int(one.split("#")[1]) for one in some if one.startswith(f"{name}#")
                      and not one.endswith("#")), default=0) for some in known]  # fmt: skip
         assert len(set(last)) == 1, (name, last)
+
+
+# ---- a member that lies about the view ----
+
+
+def come_all(driver: After, job: Job, others: tuple[int, ...]) -> list[int]:
+    """Let the other members come back, and see that they go on together."""
+    peers = [driver.come_back(me, job) for me in others]
+    for peer in peers:
+        assert isinstance(driver.sent[peer][0], Rejoined)
+        assert isinstance(driver.last(peer), ViewLost)
+        assert driver.last(peer).survives
+        driver.wait(peer)
+    return peers
+
+
+def test_who_comes_back_first_does_not_begin_alone():
+    """A worker says that all others have left."""
+    job, driver = job_before(), After()
+    liar = driver.come_back(0, job, left=(1, 2, 3))
+    assert not driver.sent
+    peers = come_all(driver, job, (1, 2, 3))
+    driver.wait(liar)
+    assert [len(driver.last(peer).job.members) for peer in [liar, *peers]] == [4] * 4
+
+
+def test_who_reports_a_later_view_alone_is_lost_alone():
+    """A worker comes back first, and reports a view without the others."""
+    for generation in (2, 7, 1 << 40):
+        job, driver = job_before(), After()
+        alone = replace(
+            job, generation=generation, members=job.members[:1], size=1, owners=(), view=2
+        )
+        liar = driver.come_back(0, alone)
+        assert not driver.sent
+        peers = come_all(driver, job, (1, 2, 3))
+        assert "know of no such view" in driver.last(liar).message
+        assert liar in driver.closed
+        jobs = [driver.last(peer).job for peer in peers]
+        assert [[one.place for one in job.members] for job in jobs] == [[1, 2, 0]] * 3
+        assert "know of no such view" in str(driver.events(peers[0], ViewLost)[1].lost)
+
+
+def test_nobody_comes_back_as_another():
+    """A worker gives host name and process of others, with its own rank; and says they ended."""
+    job, driver = job_before(), After()
+    peers = [driver.come_back(0, job)]
+    for victim in (job.members[0], job.members[1]):
+        driver.say(
+            LAUNCHER,
+            Absent("worker", 2, victim.hostname, victim.pid, "it ended", has_succeeded=True),
+        )
+        others = list(job.members)
+        others[2] = replace(victim, place=2, rank=2)
+        driver.come_back(2, replace(job, members=tuple(others)))
+    assert not driver.sent
+    peers += [driver.come_back(me, job) for me in (1, 3)]
+    driver.advance(driver.config.lease_s + 5)
+    for peer in peers:
+        assert isinstance(driver.sent[peer][0], Rejoined)
+        driver.wait(peer)
+    assert [one.place for one in driver.last(peers[0]).job.members] == [0, 1, 0]
+
+
+def test_a_view_of_which_one_member_alone_has_heard_goes_on():
+    """The scheduler died when it had told one of three that the view has begun."""
+    job, driver = job_before(), After()
+    later = replace(job, members=job.members[1:], size=2, owners=(2,), generation=2, view=2)
+    journal = Journal()
+    journal.told = 2
+    peers = [driver.come_back(2, job, journal), driver.come_back(0, later)]
+    assert not driver.sent
+    peers.append(driver.come_back(3, job, journal))
+    driver.say(
+        LAUNCHER, Absent("worker", 0, job.members[0].hostname, job.members[0].pid, "it ended")
+    )
+    for peer in peers:
+        assert driver.last(peer).generation == 3
+        driver.wait(peer)
+    assert {driver.last(peer).job.view for peer in peers} == {3}
+
+
+def test_no_number_of_a_view_is_beyond_what_can_be():
+    job, driver = job_before(), After()
+    liar = driver.come_back(0, job, told=1 << 61)
+    assert f"reports that {1 << 61} was announced" in driver.last(liar).message
