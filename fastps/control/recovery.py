@@ -134,16 +134,22 @@ class Recovery:
         if not all(one.hostname.isprintable() for one in job.members):
             return "a host name in its report has control characters"
         me = job.members[job.me]
+        if any(self._reports[one].job.generation > job.generation for one in self.rivals(report)):
+            return STALE
         place = me.place if join.rank is None else join.rank
         if _identity(me) != (join.role, place, join.hostname, join.pid):
             return f"it is {join.role} {join.rank}, and reports the job of {me.role} {me.place}"
         return ""
 
+    def rivals(self, report: Rejoin) -> list[int]:
+        """List the peers that came back with the role and rank of a report."""
+        who = _reporter(report)[:2]
+        return [peer for peer, one in self._reports.items() if _reporter(one)[:2] == who]
+
     def add(self, peer: int, report: Rejoin) -> None:
         """Take a member's report, in place of one that it made on another connection."""
-        who = _reporter(report)
-        self._reports = {peer: one for peer, one in self._reports.items()
-                         if _reporter(one) != who}  # fmt: skip
+        for rival in self.rivals(report):
+            self.drop(rival)
         self._reports[peer] = report
 
     def drop(self, peer: int) -> None:
@@ -310,6 +316,8 @@ class RecoveryMixin:
             log.warning("refused %s, pid %d: %s", report.join.role, report.join.pid, text)
             self._refuse_return(peer, report, text)
             return
+        for rival in recovery.rivals(report):
+            self._refuse_return(rival, recovery.report_of(rival), STALE)
         recovery.add(peer, report)
         self._take_over_if_complete(now)
 

@@ -323,13 +323,41 @@ def test_nobody_comes_back_as_another():
         others = list(job.members)
         others[2] = replace(victim, place=2, rank=2)
         driver.come_back(2, replace(job, members=tuple(others)))
-    assert not driver.sent
+    assert peers[0] not in driver.sent
     peers += [driver.come_back(me, job) for me in (1, 3)]
     driver.advance(driver.config.lease_s + 5)
     for peer in peers:
         assert isinstance(driver.sent[peer][0], Rejoined)
         driver.wait(peer)
     assert [one.place for one in driver.last(peers[0]).job.members] == [0, 1, 0]
+
+
+def test_one_member_has_one_voice():
+    """It comes back on five connections, as five processes of one view."""
+    job, driver = job_before(), After()
+    crowd = tuple(replace(job.members[2], pid=pid) for pid in range(5))
+    for me in range(5):
+        driver.come_back(me, replace(job, generation=2, view=2, members=crowd, owners=()))
+    peers = [driver.come_back(me, job) for me in (0, 1, 3)]
+    driver.advance(driver.config.lease_s + 5)
+    for peer in peers:
+        assert isinstance(driver.sent[peer][0], Rejoined)
+        driver.wait(peer)
+    assert [one.place for one in driver.last(peers[0]).job.members] == [0, 1, 0]
+
+
+def test_a_rank_that_another_process_has_now_is_refused_to_the_one_before():
+    job, driver = job_before(), After()
+    again = [*job.members]
+    again[2] = replace(again[2], pid=7)
+    later = replace(job, generation=2, view=2, members=tuple(again))
+    early = driver.come_back(2, job)
+    peers = [driver.come_back(2, later)]
+    late = driver.come_back(2, job)
+    for stale in (early, late):
+        assert "taken for lost" in driver.last(stale).message
+    peers += [driver.come_back(me, later) for me in (0, 1, 3)]
+    assert {driver.last(peer).generation for peer in peers} == {3}
 
 
 def test_a_view_of_which_one_member_alone_has_heard_goes_on():
