@@ -53,7 +53,8 @@ def key_of(name: str, members: frozenset[int], n: int) -> str:
     return f"{name}{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}#"
 
 
-def _charge(entry: str) -> int:
+def charge(entry: str) -> int:
+    """Return the bytes that an entry takes while it is kept."""
     return len(entry) + ENTRY_BYTES
 
 
@@ -98,7 +99,7 @@ class Commits:
             )
         if members != everybody and not all(map(is_operation, entries)):
             return "it reports that a result of push_pull() is for some workers alone"
-        nbytes = sum(map(_charge, entries))
+        nbytes = sum(map(charge, entries))
         if members not in self._sets:
             nbytes += MEMBER_BYTES * len(members)
         if self._held[me] + nbytes > self._limit:
@@ -125,7 +126,7 @@ class Commits:
             landed = claims[members]
             if number not in landed:
                 landed.add(number)
-                self._held[number] += _charge(entry)
+                self._held[number] += charge(entry)
             if len(claims) > 1:
                 others = {one: said for said, some in claims.items() if said != members
                           for one in some if one != number}  # fmt: skip
@@ -141,7 +142,7 @@ class Commits:
             if is_alone:
                 continue
             if is_operation(entry) and key not in self.last:  # only some may have it
-                self._held[number] += _charge(key)
+                self._held[number] += charge(key)
             self.last[key] = place
             self._replay.commit(key, place)
         return done, differences
@@ -163,7 +164,7 @@ class Commits:
             del self._sets[members]
         claims = self._landed[entry]
         for number in claims.pop(members):
-            self._held[number] -= _charge(entry)
+            self._held[number] -= charge(entry)
         if not claims:
             del self._landed[entry]
 

@@ -17,7 +17,7 @@ from fastps.config import Config
 from fastps.control.actions import Action, Note, Phase, Send
 from fastps.control.admission import Peer
 from fastps.control.blame import broke_text
-from fastps.control.commits import Commits, Difference, parts_of
+from fastps.control.commits import MAX_HELD_BYTES, Commits, Difference, charge, parts_of
 from fastps.control.protocol import BoardRead, ResultsCommitted, ResultsLanded
 from fastps.control.view_log import Replay, ViewRecord
 
@@ -121,10 +121,14 @@ class LandingMixin:
         self._out.append(Note(record))
         self._commits.end_view()
 
-    def _take_board(self, member: Peer, message: BoardRead) -> None:
+    def _take_board(self, member: Peer, message: BoardRead, now: float) -> None:
         """Note what a board has committed, also in the record of its view if that has ended."""
         board = self._board
         if board is None or message.generation != board.generation or not member.is_worker:
+            return
+        if sum(map(charge, message.entries)) > MAX_HELD_BYTES:
+            text = f"it reports a board with results of more than {MAX_HELD_BYTES >> 20} MiB"
+            self._drop(member.peer, broke_text(f"{text} of names"), now)
             return
         if (record := board.take(member.peer, message.entries)) is not None:
             self._out.append(Note(record))

@@ -197,7 +197,7 @@ class Membership(SilenceMixin, TestimonyMixin, JoiningMixin, LandingMixin, Recov
         elif isinstance(message, ResultsLanded):
             self._land(member, message, now)
         elif isinstance(message, BoardRead):
-            self._take_board(member, message)
+            self._take_board(member, message, now)
         elif self.is_changing and isinstance(message, Declare | Meeting | Waiting):
             self._fail(member, message.request, "view", VIEW_CHANGES)
         elif isinstance(message, Malformed):

@@ -8,7 +8,7 @@ from control_driver import Driver, make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastps.control.commits import entry_of, parts_of
+from fastps.control.commits import MAX_HELD_BYTES, entry_of, parts_of
 from fastps.control.protocol import (
     BoardRead,
     Regroup,
@@ -258,6 +258,20 @@ def test_the_log_has_what_a_board_has_committed():
         driver.leave(peer)
     assert [one.committed for one in driver.records] == [{"a": 3, "b": 1}, {"a": 5}]
     assert [one.workers for one in driver.records] == [(0, 1, 2), (1, 2)]
+
+
+def test_a_board_of_too_many_names_is_a_lie():
+    """The scheduler would keep them with the record of each view."""
+    training = Training([])
+    driver, liar = training.driver, training.peers[0]
+    entries = tuple(f"{number:01000}#1" for number in range(MAX_HELD_BYTES // 1162 + 1))
+    driver.say(liar, BoardRead(1, entries[:-1]))
+    assert liar not in driver.closed
+    driver.say(liar, BoardRead(1, entries))
+    assert liar in driver.closed
+    for peer in training.peers[1:]:
+        assert "a board with results of more than 64 MiB" in driver.last(peer).lost.cause
+    assert len(driver.records) == 1
 
 
 def test_a_view_that_was_cut_short_keeps_the_record_of_the_one_before():
