@@ -60,6 +60,7 @@ cdef extern from "<sys/socket.h>" nogil:
     int getsockopt(int, int, int, void*, uint32_t*)
     int SOL_SOCKET
     int SO_DOMAIN
+    int MSG_MORE
     int MSG_NOSIGNAL
     int MSG_DONTWAIT
     int MSG_TRUNC

@@ -137,15 +137,30 @@ cdef void follow_pace(TcpLink* link) noexcept nogil:
     link.send_full_acked = info.tcpi_bytes_acked
 
 
+cdef bint is_cut_short(const TcpLink* link) noexcept nogil:
+    """Return whether a batch of a checked link has ended at its bound: more frames may follow."""
+    cdef uint64_t nbytes = link.send_ends[link.send_frame_count - 1]
+    return link.is_checked and not link.send_unsent and nbytes >= CHECKED_BATCH_BYTES
+
+
+cdef void push_rest(TcpLink* link) noexcept nogil:
+    """Let the kernel send what it keeps back for a write that does not come."""
+    cdef int one = 1
+    link.send_keeps = False
+    setsockopt(link.base.fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one))
+
+
 cdef int write_batch(TcpLink* link) noexcept nogil:
     """Write once. OK: progress; E_AGAIN: the socket is full; E_PEER_LOST: it is broken."""
     cdef msghdr message
     cdef ssize_t count
+    link.send_keeps = is_cut_short(link)
     memset(&message, 0, sizeof(message))
     message.msg_iov = &link.send_iov[link.send_iov_first]
     message.msg_iovlen = link.send_iov_count - link.send_iov_first
     probe_hit(PROBE_LINK_SEND, 0, 0)
-    count = sendmsg(link.base.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT)
+    count = sendmsg(link.base.fd, &message,
+                    MSG_NOSIGNAL | MSG_DONTWAIT | (MSG_MORE if link.send_keeps else 0))
     link.base.link.stats.writes += 1
     if count >= 0:
         advance_iov(link, <uint64_t>count)
@@ -168,6 +183,8 @@ cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
             fill_batch(link)
             if link.send_frame_count == 0:
                 link.send_full_at = 0
+                if link.send_keeps:
+                    push_rest(link)
                 return False
         if link.base.link.stats.bytes_sent - start >= budget:
             return True

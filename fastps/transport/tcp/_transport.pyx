@@ -17,9 +17,10 @@ On links to other machines both are kept as short as the link's rate allows (fol
 Each frame of a checked link has a check behind its header: the CRC-32C of its payload, with the
 header's checksum and the number of the frame on this link, so that no payload passes with another
 header, and no frame is missed or comes twice. The thread that writes takes the CRC just before the
-kernel copies the bytes, once for all links of a payload (payload_crc()). The I/O thread takes it
-just after each read. It delivers no frame whose check fails, and nothing is summed before it is
-delivered.
+kernel copies the bytes, once for all links of a payload (payload_crc()). So its writes are short.
+Within a machine the kernel keeps the last bytes of one for the next, which would else be a packet
+of their own (MSG_MORE). The I/O thread takes the CRC just after each read. It delivers no frame
+whose check fails, and nothing is summed before it is delivered.
 
 Frames of a sealed link are encrypted; _sealed.pxi has the theory of it.
 
@@ -48,7 +49,7 @@ from fastps.security._cipher cimport (
 )
 from fastps.native.posix cimport (
     EPOLLET, EPOLLIN, EPOLLOUT, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, MSG_DONTWAIT,
-    MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, pthread_mutex_destroy, pthread_mutex_init,
+    MSG_MORE, MSG_NOSIGNAL, SHUT_RDWR, SHUT_WR, close, pthread_mutex_destroy, pthread_mutex_init,
     pthread_mutex_lock, pthread_mutex_t, pthread_mutex_trylock, pthread_mutex_unlock, shutdown,
 )
 from fastps.transport._link cimport (
@@ -72,6 +73,7 @@ cdef extern from "<linux/tcp.h>" nogil:
         uint64_t tcpi_delivery_rate     # bytes per second
     int TCP_INFO
     int TCP_NOTSENT_LOWAT
+    int TCP_NODELAY
 
 cdef extern from "<netinet/in.h>" nogil:
     int IPPROTO_TCP
@@ -171,6 +173,7 @@ cdef struct TcpLink:
     uint32_t send_number        # of the next frame, modulo 2^32
     int send_frame_first
     int send_frame_count
+    bint send_keeps             # the kernel keeps the end of the last batch for the next write
     uint64_t send_batch_done    # bytes of the batch that the socket took
     uint32_t send_unsent        # bound of the bytes that the kernel holds unsent; 0: none
     uint32_t send_most_unsent   # the largest value of this bound
