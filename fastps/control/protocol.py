@@ -501,7 +501,7 @@ class Tell(_Message, frozen=True):
     """
 
     members: Annotated[tuple[Rank, ...], Meta(max_length=MAX_MEMBERS)]
-    data: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
+    data: Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES // 8)]  # decoded, up to 150 times
     has_joined: bool = False
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.control.blame import join_names
+from fastps.control.protocol import MAX_TEXT_CHARS
 
 if TYPE_CHECKING:
     from fastps.control.protocol import Told
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STEPPED = "stepped alone"
+N_PRINTS = 2  # of the weights of a worker
 
 
 class Drift:
@@ -51,7 +53,8 @@ class Drift:
         if kind != _STEPPED:
             return False
         what, prints = told
-        self._told.setdefault(event.member, (what, prints))
+        if self._session.rank == 0:
+            self._told.setdefault(event.member, (what[:MAX_TEXT_CHARS], list(prints[:N_PRINTS])))
         if len(self._told) == self._session.size:
             self._compare()
         return True

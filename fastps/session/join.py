@@ -86,6 +86,11 @@ class _Round:
     senders: dict[Started, set[int]] = field(default_factory=dict)
     ends: Counts | None = None
 
+    def note(self, one: Started, rank: int) -> None:
+        """Note that a worker has started an operation, unless too many are known."""
+        if one in self.senders or len(self.senders) < MANY_STARTED:
+            self.senders.setdefault(one, set()).add(rank)
+
     def absent(self, place: Place, number: int) -> set[int]:
         """Return those who had joined before they could start an operation."""
         if self.ends is not None and number > self.ends.get(place, 0):
@@ -127,13 +132,13 @@ class JoinState:
             found = self._rounds.setdefault(number, _Round())
             if kind == _JOINED:
                 found.joins[event.member], past = told
-                for one in (Started(*words) for words in past):
+                for one in (Started(*words) for words in past[:MANY_PAST]):
                     if self._session.rank in one.members:  # that of a set may be others'
-                        found.senders.setdefault(one, set()).add(event.member)
+                        found.note(one, event.member)
                 self.has_rounds = True
                 self.is_on = bool(self._rounds[self._number].joins)
-            elif len(found.senders) < MANY_STARTED:
-                found.senders.setdefault(Started(*told), set()).add(event.member)
+            else:
+                found.note(Started(*told), event.member)
             self._news.notify_all()
         if kind == _JOINED:  # what is in flight may wait for that worker, what is over lack it
             invalidate_call_cache()

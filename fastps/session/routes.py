@@ -26,7 +26,7 @@ from fastps.collectives.descriptions import differing_text, words_of
 from fastps.collectives.objects import decode_object, encode_object
 from fastps.contract.contract import Policy
 from fastps.control.blame import VERDICT_WAIT_S
-from fastps.control.protocol import MAX_TEXT_CHARS, TensorPoisoned
+from fastps.control.protocol import MAX_NAME_CHARS, MAX_TEXT_CHARS, TensorPoisoned
 from fastps.errors import MismatchError
 from fastps.native.condition import Condition
 from fastps.types import ReduceOp
@@ -44,8 +44,9 @@ Counts: TypeAlias = dict[str, int]
 
 _BEGUN, _DIFFER, _SIDE = "begun", "differ", "side"
 OWN, AMONG = "", "among "
-MANY_PASSED = 256  # names of which worker 0 remembers what it has passed on
+MANY_PASSED = 256  # of what waits: worker 0 remembers that it has passed it on
 MANY_SIDES = 4096  # names at once for which workers say that they differ
+MANY_TEXTS = 1 << 17  # names and tensors of no more use; more are forgotten
 
 
 class _Grouped(NamedTuple):
@@ -64,7 +65,7 @@ class RouteChecker:
         self._grouped: dict[str, dict[str, _Grouped]] = {}  # by name and way
         self._wholes: dict[str, str] = {}  # by tensor: the name of the grouped sum it is part of
         self._told: set[tuple[str, int]] = set()  # what waits and was told of
-        self._passed: dict[str, list[Counts]] = {}  # by name, of what waits
+        self._passed: set[int] = set()  # hashes of what waits: its name and counts
         self._sides: dict[str, dict[int, str]] = {}  # by name: what workers say, until all have
         self._tensors: dict[str, set[str]] = {}  # of these: what is not to be used any more
         self._news = Condition()
@@ -169,9 +170,11 @@ class RouteChecker:
                 self._tell(range(self._session.size), _DIFFER, name, common)
             elif len(self._passed) > MANY_PASSED:
                 continue  # until they are looked through
-            elif self._session.rank == 0 and theirs not in self._passed.setdefault(name, []):
-                self._passed[name].append(theirs)
-                fresh[name] = theirs
+            elif self._session.rank == 0:
+                known = hash((name, frozenset(theirs.items())))
+                if known not in self._passed:
+                    self._passed.add(known)
+                    fresh[name] = theirs
         if fresh:
             self._tell(range(1, self._session.size), _BEGUN, age, fresh)
 
@@ -207,7 +210,9 @@ class RouteChecker:
 
     def _say(self, name: str, common: Counts) -> None:
         """Tell what this worker started under a name, behind what all have."""
-        if name in self._sides or name in self._texts or len(self._sides) >= MANY_SIDES:
+        if name in self._sides or name in self._texts or len(name) > MAX_NAME_CHARS:
+            return
+        if len(self._sides) >= MANY_SIDES or len(self._texts) >= MANY_TEXTS:
             return
         self._sides[name], self._tensors[name] = {}, set()
         self._since[name] = time.monotonic()
@@ -244,7 +249,8 @@ class RouteChecker:
         if (sides := self._sides.get(name)) is None:
             return
         sides[rank] = words[:MAX_TEXT_CHARS]
-        self._tensors[name].update(tensors)
+        room = MANY_TEXTS - sum(map(len, self._tensors.values()))
+        self._tensors[name].update(one for one in tensors[:room] if len(one) <= MAX_NAME_CHARS)
         if sides.keys() | {*self._session.gone} >= {*range(self._session.size)}:
             self._fail(name)
 

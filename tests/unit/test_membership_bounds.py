@@ -7,10 +7,12 @@ import msgspec
 import pytest
 from control_driver import Driver, make_spec
 
+from fastps.collectives.objects import encode_object
 from fastps.contract.partition import MAX_PIECES
 from fastps.control import collectives, declarations, stall_inquiry
 from fastps.control.collectives import MAX_HELD_BYTES, MAX_MEETINGS
 from fastps.control.protocol import (
+    LENGTH,
     MAX_BLOB_BYTES,
     Blob,
     BlobData,
@@ -23,11 +25,14 @@ from fastps.control.protocol import (
     Locate,
     Malformed,
     StallTold,
+    Tell,
     TensorPoisoned,
     Waiting,
+    pack,
     unpack_to_scheduler,
 )
 from fastps.control.stall_inquiry import MAX_ASKED
+from fastps.errors import ProtocolError
 
 LIAR = 1  # its rank
 
@@ -230,8 +235,19 @@ def test_no_message_has_more_names_than_a_job_may_have(kind):
     assert "length <= 1048576" in found.message
 
 
+def test_what_others_have_to_decode_is_short():
+    """It is many small values, and each takes up to 150 bytes."""
+    body = bytes(pack(Tell((0,), bytes(MAX_BLOB_BYTES // 8))))[LENGTH.size :]
+    assert isinstance(unpack_to_scheduler(body), Tell)
+    body = bytes(pack(Tell((0,), bytes(MAX_BLOB_BYTES // 8 + 1))))[LENGTH.size :]
+    with pytest.raises(ProtocolError, match="length <= 8388608"):
+        unpack_to_scheduler(body)
+
+
 def test_bounds_leave_room_for_the_largest_honest_jobs():
     """One worker is ahead of all others by 100 000 names, and as many again."""
     name, layout = "model.decoder.layers.99.self_attention.query.weight", make_spec().layout
+    counts = {f"{name}{number}": {"": 1} for number in range(100_000)}
+    assert len(encode_object((0, counts))) < MAX_BLOB_BYTES // 8  # to be told to others
     assert declarations.MAX_ALONE > 200_000
     assert 200_000 * declarations._charge(name, layout) < declarations.MAX_ALONE_BYTES

@@ -165,5 +165,26 @@ def test_one_worker_makes_no_other_remember_names_without_a_bound(monkeypatch):
         assert worker.routes.on_message(Told(1, routes.encode_object(differ)))
         begun = (routes._BEGUN, worker.routes._age(), {f"m{number}": {"own": 1}})
         assert worker.routes.on_message(Told(1, routes.encode_object(begun)))
+        again = (routes._BEGUN, worker.routes._age(), {"m": {"own": number}})
+        assert worker.routes.on_message(Told(1, routes.encode_object(again)))
     assert len(worker.routes._sides) == 8
     assert len(worker.routes._passed) == 9
+
+
+def test_one_worker_makes_no_other_remember_tensors_without_a_bound(monkeypatch):
+    monkeypatch.setattr(routes, "MANY_TEXTS", 20)
+    worker = Worker(0, deque())
+
+    def say(*words: object) -> None:
+        assert worker.routes.on_message(Told(1, routes.encode_object(words)))
+
+    say(routes._DIFFER, "x" * 2000, {})
+    assert not worker.routes._sides
+    for number in range(50):
+        name = f"n{number}"
+        say(routes._DIFFER, name, {})
+        say(routes._SIDE, name, "words", ["y" * 2000, *(f"{name}.{part}" for part in range(12))])
+        worker.gone = [1, 2]
+        worker.routes._note(0, name, "ours", [])
+    assert 20 <= len(worker.routes._texts) <= 20 + 13
+    assert not worker.routes._sides

@@ -100,6 +100,11 @@ def test_one_worker_makes_no_others_remember_without_a_bound(monkeypatch) -> Non
     for number in range(100):
         hear(uneven, 0, "started", tuple(operation(number)))
     assert len(uneven._rounds[0].senders) == 10
+    hear(uneven, 0, "joined", ({}, [tuple(operation(number)) for number in range(200, 230)]))
+    assert len(uneven._rounds[0].senders) == 10
+    monkeypatch.setattr(join, "MANY_STARTED", 1000)
+    hear(uneven, 0, "joined", ({}, [tuple(operation(number)) for number in range(200, 400)]))
+    assert len(uneven._rounds[0].senders) == 10 + join.MANY_PAST
 
 
 def test_nobody_corrects_before_anybody_has_joined() -> None:
