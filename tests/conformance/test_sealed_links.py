@@ -14,6 +14,8 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,7 @@ from transport_nets import (
     payload_of,
     sealings,
     tcp_pair,
+    wait_until,
 )
 
 from aids.mailbox import Mailbox
@@ -211,6 +214,29 @@ def test_nothing_that_was_changed_is_delivered(transport, kind):
         delivered, ended = feed(transport, changed, sealings(kind)[1])
         assert delivered == whole, (seed, number)
         assert ended != IN_ORDER, (seed, number)
+
+
+def test_reads_that_end_around_the_tags_of_records(transport):
+    """One read has room for several records and their tags, and may end anywhere in them."""
+    payloads = [payload_of(6 * RECORD + 77), b"the next frame"]
+    stream = record(transport, payloads, sealings()[0])
+    tags = [HEAD_BYTES + RECORD + i * (RECORD + TAG_BYTES) for i in range(6)]
+    cuts = [at + part for at, part in zip(tags, (0, -1, 1, 15, 16, 17), strict=True)]
+    box, sock = end_of(transport, sealings()[1])
+    before = transport.statistics()["bytes_received"]
+
+    def has_read(nbytes: int) -> bool:
+        return transport.statistics()["bytes_received"] - before == nbytes
+
+    with sock:
+        for start, end in pairwise([0, *cuts, len(stream)]):
+            sock.sendall(stream[start:end])
+            wait_until(partial(has_read, end), f"reading up to byte {end}")
+        assert [box.receive(timeout_s=TIMEOUT_S)[2] for _ in payloads] == payloads
+    assert box.wait_ended(0, timeout_s=TIMEOUT_S) == PEER_LOST
+    for at in (tags[2] - 1, tags[2], tags[-1] + TAG_BYTES):
+        changed = stream[:at] + bytes([stream[at] ^ 1]) + stream[at + 1 :]
+        assert feed(transport, changed, sealings()[1]) == ([], PEER_LOST)
 
 
 def test_frames_of_another_link_do_not_open(transport):

@@ -143,10 +143,12 @@ cdef int parse_staged(TcpLink* link) noexcept nogil:
 
 
 cdef ssize_t read_once(TcpLink* link) noexcept nogil:
-    """Read into the payload's buffer, then the staging area; bytes, 0 at the end, or -1."""
-    cdef iovec iov[2]
+    """Read a payload to its place, then into the staging area; bytes, 0 at the end, or -1."""
+    cdef iovec iov[2 + 2 * RECORDS_AHEAD]
     cdef msghdr message
-    cdef int used = 0
+    cdef int i, used = 0
+    cdef uint64_t rest = 0      # payload of the frame under way that this read has room for
+    cdef uint32_t head_bytes = link.head_bytes      # of what follows
     cdef ssize_t count
     memset(&message, 0, sizeof(message))
     if link.staged_first:
@@ -156,19 +158,24 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
         link.staged_first = 0
     if link.recv_in_payload:
         iov[0].iov_base = link.recv_to
-        iov[0].iov_len = link.recv_missing
+        rest = iov[0].iov_len = link.recv_missing
         used = 1
+        if link.seal != NULL:
+            rest += ask_ahead(link, &iov[1], &head_bytes)
+            used += 2 * link.seal.ahead
     iov[used].iov_base = link.staging + link.staged_end
     iov[used].iov_len = STAGING_BYTES - link.staged_end
-    if (link.recv_header.length >= DIRECT_BYTES and link.staged_end < link.head_bytes
-            and (link.recv_missing >= DIRECT_BYTES or not link.recv_in_payload)):
-        iov[used].iov_len = link.head_bytes - link.staged_end   # bulk: no payload is copied twice
-    link.recv_asked = iov[used].iov_len + (link.recv_missing if used else 0)
+    if (link.recv_header.length >= DIRECT_BYTES and link.staged_end < head_bytes
+            and (rest >= DIRECT_BYTES or not used)):
+        iov[used].iov_len = head_bytes - link.staged_end    # bulk: no payload is copied twice
+    if link.is_checked and link.seal == NULL and rest > CHECKED_READ_BYTES:
+        iov[0].iov_len = CHECKED_READ_BYTES
+        used = 0
     message.msg_iov = iov
     message.msg_iovlen = used + 1
-    if used and link.is_checked and link.recv_missing > CHECKED_READ_BYTES:
-        link.recv_asked = iov[0].iov_len = CHECKED_READ_BYTES
-        message.msg_iovlen = 1
+    link.recv_asked = 0
+    for i in range(used + 1):
+        link.recv_asked += iov[i].iov_len
     probe_hit(PROBE_LINK_RECV, 0, 0)
     count = recvmsg(link.base.fd, &message, MSG_DONTWAIT)
     link.base.link.stats.reads += 1
@@ -177,20 +184,27 @@ cdef ssize_t read_once(TcpLink* link) noexcept nogil:
 
 cdef int take_bytes(TcpLink* link, uint64_t count) noexcept nogil:
     """Account for bytes just read; deliver frames that are complete."""
-    cdef uint64_t direct = 0
-    cdef int status = OK
+    cdef uint64_t direct
+    cdef int ahead = 0
+    cdef int status
     link.base.link.stats.bytes_received += count
     link.base.io.moved += count
-    if link.recv_in_payload:
+    while link.recv_in_payload and count:
         direct = min(count, link.recv_missing)
         if link.is_checked and link.seal == NULL:
             link.recv_crc = fps_crc(link.recv_crc, link.recv_to, direct)
         link.recv_to += direct
         link.recv_missing -= direct
+        count -= direct
         if link.recv_missing == 0:
             status = finish_frame(link)
-    link.staged_end += <uint32_t>(count - direct)
-    return parse_staged(link) if status == OK else status
+            if status != OK:
+                return status
+            if link.seal != NULL and ahead < link.seal.ahead:
+                count -= take_tag(link, &link.seal.tags[ahead], count)
+                ahead += 1
+    link.staged_end += <uint32_t>count
+    return parse_staged(link)
 
 
 cdef int read_link(TcpLink* link) noexcept nogil:

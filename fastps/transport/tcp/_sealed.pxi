@@ -5,7 +5,8 @@
 # records of RECORD_BYTES, each behind its own tag. Header and records are numbered through, and
 # the number is the nonce, so each opens in its place on this link alone, and once. A header is
 # opened before the owner is asked where its payload lands. A record is opened in place when all of
-# it has arrived; the frame is delivered after its last one. The first failure ends the link.
+# it has arrived; the frame is delivered after its last one. The first failure ends the link. One
+# read takes several records of a frame: their tags go aside, so the payload lands in one piece.
 #
 # The thread that writes seals, under the send lock, so that the order of numbers is that of bytes.
 # It seals into memory of the link, at most SEALED_BATCH_BYTES ahead of the socket. What is sealed
@@ -158,3 +159,36 @@ cdef bint open_record(TcpLink* link) noexcept nogil:
         return True             # the frame has no payload
     return cipher_open(seal.to_receive, NULL, 0, seal.place, <int>seal.nbytes, seal.place,
                        seal.tag) == 0
+
+
+cdef uint32_t ask_ahead(TcpLink* link, iovec* iov, uint32_t* head_bytes) noexcept nogil:
+    """Ask for records behind the one under way, each after its tag; return their bytes.
+
+    head_bytes: of what follows them.
+    """
+    cdef Seal* seal = link.seal
+    cdef char* place = link.recv_to + link.recv_missing
+    cdef uint32_t nbytes, asked = 0
+    seal.ahead = 0
+    while asked < seal.missing and seal.ahead < RECORDS_AHEAD:
+        nbytes = min(seal.missing - asked, <uint32_t>RECORD_BYTES)
+        iov[0].iov_base, iov[0].iov_len = <void*>seal.tags[seal.ahead], TAG_BYTES
+        iov[1].iov_base, iov[1].iov_len = place + asked, nbytes
+        asked += nbytes
+        iov += 2
+        seal.ahead += 1
+    head_bytes[0] = TAG_BYTES if asked < seal.missing else sizeof(SealedHead)
+    return asked
+
+
+cdef uint64_t take_tag(TcpLink* link, const void* tag, uint64_t count) noexcept nogil:
+    """Begin the record behind a tag that was read ahead; return the bytes taken.
+
+    A part of a tag goes to the staging area, where its rest will arrive.
+    """
+    if count < TAG_BYTES:
+        memcpy(link.staging, tag, count)
+        return 0
+    memcpy(link.seal.tag, tag, TAG_BYTES)
+    begin_record(link)
+    return TAG_BYTES

@@ -105,6 +105,7 @@ cdef enum:
     CHECK_BYTES = 4             # behind the header, on a checked link
     CHECKED_BATCH_BYTES = 128 << 10     # of one gathered write there: the cache holds them
     CHECKED_READ_BYTES = 128 << 10      # of a payload in one read there, for the same reason
+    RECORDS_AHEAD = 3           # behind the one under way, in one read: the cache holds them
     SEALED_BATCH_BYTES = 128 << 10      # of payload of one gathered write on a sealed link
     MAX_DAMAGES = 16            # frames that failed their checks are remembered
     LOOKS = 8                   # at a link, within its longest silence
@@ -149,6 +150,8 @@ cdef struct Seal:               # of a sealed link; NULL: of others
     char* place                 # where that record lies
     uint32_t nbytes             # of it
     uint32_t missing            # bytes of the frame behind that record
+    int ahead                   # further records that the last read had room for
+    unsigned char tags[RECORDS_AHEAD][TAG_BYTES]    # theirs
 
 
 cdef struct TcpLink:
