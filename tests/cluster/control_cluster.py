@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -46,7 +47,7 @@ sys.exit(serve(config, on_ready=lambda host, port: print(port, flush=True)))
 
 
 def make_settings(**changes: object) -> dict[str, object]:
-    """Give the settings of a quick job on loopback."""
+    """Give the settings of a quick job on loopback; TEST_ENCRYPT is its mode."""
     return {
         "scheduler_host": "127.0.0.1",
         "size": 2,
@@ -56,6 +57,7 @@ def make_settings(**changes: object) -> dict[str, object]:
         "start_timeout_s": WAIT_S,
         "linger_s": WAIT_S,
         "shutdown_timeout_s": 5.0,
+        "encrypt": os.environ.get("TEST_ENCRYPT") or "off",
     } | changes
 
 

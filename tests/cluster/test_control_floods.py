@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member that floods the scheduler, or lies to it, is bounded, and the others go on."""
+"""A member that floods the scheduler, or lies to it, is bounded, and the others go on.
+
+It writes its messages in clear.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def is_closed(sock: socket.socket) -> bool:
 
 
 def test_connections_of_one_process_are_bounded():
-    with SchedulerThread() as scheduler:
+    with SchedulerThread(encrypt="off") as scheduler:
         open_ones = []
         for _ in range(MAX_CONNECTIONS + 1):
             open_ones.append(connect(scheduler, "worker", 0))
@@ -86,7 +89,7 @@ def say_hello(sock: socket.socket, rank: int) -> ToMember:
 
 
 def test_a_newcomer_has_the_rank_that_its_token_proves_and_no_other():
-    with SchedulerThread(elastic_min=1, elastic_max=4) as scheduler:
+    with SchedulerThread(encrypt="off", elastic_min=1, elastic_max=4) as scheduler:
         sockets = [connect(scheduler, "worker", 7) for _ in range(3)]
         refused = say_hello(sockets[0], 6)
         assert isinstance(refused, Failed)
@@ -124,7 +127,8 @@ def test_who_is_flooded_by_another_is_not_lost(monkeypatch):
     """It reads late; the scheduler reads no more of the one that floods it until it does."""
     monkeypatch.setattr(scheduler_module, "MAX_FRAME_BYTES", MIB)
     monkeypatch.setattr(scheduler_module, "MAX_UNSENT_BYTES", 8 * LARGE)
-    with SchedulerThread(num_servers=1, colocate="off", lease_s=60.0) as scheduler:
+    settings = {"num_servers": 1, "colocate": "off", "lease_s": 60.0, "encrypt": "off"}
+    with SchedulerThread(**settings) as scheduler:
         victim = connect(scheduler, "worker", 0)
         victim.settimeout(WAIT_S)
         victim.sendall(

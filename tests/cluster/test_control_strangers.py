@@ -47,6 +47,7 @@ from fastps.errors import (
     TransportTimeout,
 )
 from fastps.security import handshake
+from fastps.security.ciphers import TAG_BYTES
 from fastps.security.handshake import HELLO_BYTES, ClientHandshake, Purpose, derive_key
 from fastps.transport import sockets
 from fastps.transport.half_open import MAX_HALF_OPEN, MAX_PER_SOURCE
@@ -111,7 +112,8 @@ class TestStrangers:
             assert seconds_since(began) < 5.0
             join_and_leave(scheduler)
 
-    def test_wrong_proof_is_refused(self, lone: SchedulerThread) -> None:
+    def test_wrong_proof_is_refused(self) -> None:
+        lone = SchedulerThread(size=1, num_servers=0, encrypt="off")  # as the hello below says
         with lone as scheduler, connect_raw(scheduler) as sock:
             sock.sendall(ClientHandshake(KEY, purpose=1, sender=0).hello())
             sockets.read_exactly(
@@ -251,7 +253,7 @@ class TestBrokenMembers:
         with lone as scheduler:
             with authenticated(scheduler, Purpose.CONTROL) as sock:
                 sock.settimeout(WAIT_S)
-                sock.sendall(body)
+                sock.sendall(body + bytes(TAG_BYTES))  # as long as a sealed one
                 assert wait_closed(sock) == b""
             wait_refused(scheduler, "not our protocol")
             join_and_leave(scheduler)
@@ -261,7 +263,7 @@ class TestBrokenMembers:
     )
     def test_member_that_breaks_the_protocol_is_lost(self, body: bytes) -> None:
         with started_job(num_servers=0) as (_, workers, _):
-            workers[1].client._sock.sendall(body)
+            workers[1].client._sock.sendall(body + bytes(TAG_BYTES))
             lost = workers[0].told.wait_for(PeerLost)
             assert isinstance(lost, PeerLost)
             assert lost.rank == 1

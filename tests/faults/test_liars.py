@@ -27,6 +27,7 @@ from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
 
 ROUNDS = 3
+CLEAR = {"FASTPS_ENCRYPT": "off"}  # they write frames of their own, which are not sealed
 EAGER = 0x80  # flag of a message that was not asked for
 LETTER = 30_000  # bytes
 SIZES = {"w": 1000, "b": 3}
@@ -145,7 +146,7 @@ def say_to_server(client: ControlClient, config: Config, kind: FrameKind) -> Non
 def test_a_liar_is_refused_named_and_counted_and_disturbs_nobody(kind):
     with Job(
         programs_validators.honest, workers=2, servers=1, validators=1, own_tokens=True,
-        skip=[("worker", 1)], environment={"FASTPS_ON_LOSS": "reweight"},
+        skip=[("worker", 1)], environment={"FASTPS_ON_LOSS": "reweight", **CLEAR},
         arguments={"rounds": ROUNDS},
     ) as job:  # fmt: skip
         own = Token(job.token.encode()).own("worker", 1)
@@ -183,7 +184,7 @@ def test_a_flood_of_small_messages_is_an_error_that_names_its_sender():
     with Job(
         programs_lost.hear_of_a_flood, workers=2, servers=1, own_tokens=True,
         skip=[("worker", 1)],
-        environment={"FASTPS_SHARED_MEMORY": "0", "FASTPS_COLOCATE": "off"},
+        environment={"FASTPS_SHARED_MEMORY": "0", "FASTPS_COLOCATE": "off", **CLEAR},
     ) as job:  # fmt: skip
         own = Token(job.token.encode()).own("worker", 1)
         config = settings(job, own, num_validators=0, on_loss="fail", colocate="off")

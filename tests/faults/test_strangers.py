@@ -267,7 +267,7 @@ def test_member_that_sends_nonsense_is_cut_off_and_named(kind):
             "scheduler_host": "127.0.0.1", "scheduler_port": job.scheduler_port, "size": 2,
             "num_servers": 1, "rank": 1, "token": job.token, "job_id": job.job_id,
         }  # fmt: skip
-        config = load(settings, {"FASTPS_ENCRYPT": os.environ.get("TEST_ENCRYPT", "off")})
+        config = load(settings, {"FASTPS_ENCRYPT": os.environ.get("TEST_ENCRYPT") or "off"})
         client = ControlClient.connect(
             config, role="worker", data_address=None, on_event=lambda event: None
         )
