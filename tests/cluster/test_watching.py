@@ -34,6 +34,7 @@ from fastps.telemetry.statistics import find_statistic
 from fastps.telemetry.status import StatusService
 
 LIMIT_S = 100
+WAY = "TCP" if clean_environ().get("FASTPS_UNIX_SOCKETS") == "0" else "Unix"  # of links
 TRAIN = """
 import os, sys, numpy as np, fastps
 fastps.init()
@@ -129,8 +130,8 @@ def test_top(job, capsys):
     assert lines[0].startswith(f"{job_id}: ")
     rows = [(line[:23].rstrip(), line[23:].split()) for line in lines[2:]]
     assert [name for name, _ in rows] == [
-        "worker 0", "  to server 0, Unix", "worker 1", "  to server 0, Unix",
-        "server 0", "  to worker 0, Unix", "  to worker 1, Unix"]  # fmt: skip
+        "worker 0", f"  to server 0, {WAY}", "worker 1", f"  to server 0, {WAY}",
+        "server 0", f"  to worker 0, {WAY}", f"  to worker 1, {WAY}"]  # fmt: skip
     for _, (number, unit, *rest) in [row for row in rows if row[0].startswith("  ")]:
         assert float(number) > 0
         assert unit in ("B", "kB", "MB")
@@ -150,7 +151,7 @@ def test_top_fills_a_screen(job):
     assert [line.split()[:2] for line in lines[2:5]] == [
         ["worker", "0"], ["worker", "1"], ["server", "0"]]  # fmt: skip
     assert re.search(
-        r"worker 0 to server 0, Unix +[\d.e+]+ k?M?B +[\d.e+]+ k?M?B$", "\n".join(lines), re.M
+        rf"worker 0 to server 0, {WAY} +[\d.e+]+ k?M?B +[\d.e+]+ k?M?B$", "\n".join(lines), re.M
     )
     assert "view 1, 3 members" in lines
 
@@ -207,7 +208,7 @@ def test_what_prometheus_reads(job):
     assert samples["fastps_bytes_summed_total", "server", "0"] > 0
     said = json.loads(get(port, "/status.json", "a token of scrapers"))
     assert samples["fastps_link_bytes_sent_total", "server", "0"] > 0
-    assert [(one["peer"], one["way"]) for one in said["links"]] == [("server 0", "Unix")]
+    assert [(one["peer"], one["way"]) for one in said["links"]] == [("server 0", WAY)]
     assert said["numbers"]["steps"] >= samples["fastps_steps_total", "worker", "0"]
     board = json.loads((ROOT / "deploy/grafana/fastps.json").read_text())
     shown = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
