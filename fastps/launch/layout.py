@@ -49,6 +49,11 @@ class Layout:
         ranks = _share(self.workers, self.machine)
         return range(ranks.start + self.first, ranks.stop + self.first)
 
+    def spare_ranks(self, per_machine: int) -> range:
+        """Return the ranks of this machine's spares, which follow those of all workers."""
+        first = self.size + self.machine * per_machine
+        return range(first, first + per_machine)
+
     @property
     def server_ranks(self) -> range:
         """Return the ranks of this machine's servers."""

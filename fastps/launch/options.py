@@ -180,6 +180,9 @@ class Options:
     respawn: int = word(HOW_MANY, "--respawn", 0, count(0, 1000000), "N",
         "with --min: start a worker instead of each lost one, up to N times; it joins at the next "
         "commit() of elastic.run (one machine)")
+    spares: int = word(HOW_MANY, "--spares", 0, count(0, 4096), "N",
+        "with --min: start N more workers on each machine, which warm up and wait until one is "
+        "lost; they join at the next commit() of elastic.run")
     view_log: str | None = word(HOW_MANY, "--view-log", None, str, "FILE",
         "with --min: write a line for each loss, which says who contributed to what "
         "(FASTPS_VIEW_LOG)")
@@ -300,6 +303,8 @@ def parse(arguments: Sequence[str]) -> Options:
     is_placed = bool(hosts) or machine is not None or machines is not None or layout.is_spread
     found |= {"hosts": hosts, "is_placed": is_placed, "is_counted": workers is not None}
     options = Options(command=tuple(command), layout=layout, **found)
+    if options.spares:
+        _check_spares(options, parser)
     if layout.is_spread and options.respawn:
         parser.error("--respawn works on one machine; here let others join with --max")
     if hosts:
@@ -315,6 +320,23 @@ def parse(arguments: Sequence[str]) -> Options:
             "example: --scheduler-host 10.0.0.1 --scheduler-port 7654"
         )
     return options
+
+
+def _check_spares(options: Options, parser: argparse.ArgumentParser) -> None:
+    n_workers, most = options.layout.size, options.elastic_max
+    if options.join is not None:
+        parser.error("--spares is for the command that starts the job; with --join give -np N: "
+                     "those that find --max workers wait as spares too")  # fmt: skip
+    if options.elastic_min is None:
+        parser.error("--spares needs --min, since a loss ends other jobs; add --min N, the number "
+                     "of workers with which training goes on")  # fmt: skip
+    if not options.layout.needs_scheduler:
+        parser.error("--spares needs a job of two or more workers; raise -np")
+    if most is not None and most > n_workers:
+        parser.error(
+            f"--max {most} lets more than the {n_workers} workers of the start train, so that "
+            "spares would not wait; leave --max out, or start as many workers as that"
+        )
 
 
 def _joining(layout: Layout, found: dict[str, Any], *, is_placed: bool) -> Layout:

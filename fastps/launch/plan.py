@@ -29,6 +29,7 @@ NOT_INHERITED = ("FASTPS_TOKEN", "FASTPS_TOKEN_FILE", "FASTPS_PORT", "FASTPS_ROL
 # end as a shell does. A command that does not apply fails, and gdb runs the next one.
 GDB = ("set confirm off", "run", "quit $_exitcode", "bt", "quit 128 + $_exitsignal",
        "quit 128 + $_siginfo.si_signo")  # fmt: skip
+JOINS = {"FASTPS_ELASTIC_JOIN": "1"}  # what a worker that joins a running job has set
 _GDB = ("FASTPS_ENABLE_GDB", "BYTEPS_ENABLE_GDB")
 _SECRET = re.compile("token|secret|passw|pwd|credential|auth|key", re.IGNORECASE)
 
@@ -97,12 +98,15 @@ def make_plan(
         environment = {**common, "FASTPS_ROLE": "server", "FASTPS_RANK": str(rank)}
         plan.append(ProcessSpec("server", rank, server_command, environment))
     command = _under_gdb(options, {**inherited, **dict(options.environment)})
-    for rank in options.layout.worker_ranks:
+    ranks = options.layout.worker_ranks
+    spares = options.layout.spare_ranks(options.spares)
+    for local_rank, rank in enumerate((*ranks, *spares)):
         environment = (
-            worker_variables(options.layout, rank, identity.master)
+            worker_variables(options.layout, rank, local_rank, identity.master)
             | {name: value for name, value in options.environment if name in NAMES}
             | common
-            | _worker(options, rank, cpus=cpus, inherited=inherited)
+            | _worker(options, rank, local_rank, cpus=cpus, inherited=inherited)
+            | (JOINS if rank in spares else {})
         )
         is_alone = not options.layout.needs_scheduler
         plan.append(ProcessSpec("worker", rank, command, environment, has_stdin=is_alone))
@@ -203,7 +207,7 @@ def _on_loss(options: Options) -> dict[str, str]:
         "FASTPS_VIEW_LOG": options.view_log, "FASTPS_REPLAY": options.replay,
         "FASTPS_ELASTIC_MAX": options.elastic_max,
     }  # fmt: skip
-    if options.elastic_max is None and options.respawn:
+    if options.elastic_max is None and (options.respawn or options.spares):
         given["FASTPS_ELASTIC_MAX"] = options.layout.size
     if options.join is not None:
         given |= {"FASTPS_ELASTIC_JOIN": 1, "FASTPS_ELASTIC_MIN": options.elastic_min or 1}
@@ -211,13 +215,13 @@ def _on_loss(options: Options) -> dict[str, str]:
 
 
 def _worker(
-    options: Options, rank: int, *, cpus: int, inherited: Mapping[str, str]
+    options: Options, rank: int, local_rank: int, *, cpus: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
     ranks = options.layout.worker_ranks
     settings = {
         "FASTPS_ROLE": "worker",
         "FASTPS_RANK": str(rank),
-        "FASTPS_LOCAL_RANK": str(rank - ranks.start),
+        "FASTPS_LOCAL_RANK": str(local_rank),
         "FASTPS_LOCAL_SIZE": str(len(ranks)),
     }
     is_users_choice = "OMP_NUM_THREADS" in {**inherited, **dict(options.environment)}

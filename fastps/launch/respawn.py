@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 
 from fastps.launch.limits import StartError
 from fastps.launch.output import Screen
-from fastps.launch.plan import ProcessSpec
+from fastps.launch.plan import JOINS, ProcessSpec
 from fastps.launch.processes import Child
-
-JOINS = {"FASTPS_ELASTIC_JOIN": "1"}  # what a worker that joins a running job has set
 
 
 class Respawn:

@@ -27,11 +27,12 @@ def place_variables(
     return dict(zip(NAMES, map(str, counts), strict=False))
 
 
-def worker_variables(layout: Layout, rank: int, master: tuple[str, int] | None) -> dict[str, str]:
+def worker_variables(
+    layout: Layout, rank: int, local_rank: int, master: tuple[str, int] | None
+) -> dict[str, str]:
     """Return all variables of a worker of this machine; master: MASTER_ADDR and MASTER_PORT."""
-    ranks = layout.worker_ranks
     found = place_variables(
-        rank, layout.size, local_rank=rank - ranks.start, local_size=len(ranks),
+        rank, layout.size, local_rank=local_rank, local_size=len(layout.worker_ranks),
         group=sum(map(bool, layout.workers[: layout.machine])),
         groups=sum(map(bool, layout.workers)),
     )  # fmt: skip

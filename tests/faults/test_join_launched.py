@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 from fork_server import FORKING_PYTHON, forking
-from harness import ROOT, clean_environ
+from harness import ROOT, clean_environ, slowed
+from watched_job import job as watched
 
 PROGRAM = """
 import os, signal, sys, time
@@ -62,6 +64,28 @@ def test_a_launcher_starts_a_worker_instead_of_a_lost_one(tmp_path):
     assert "is started instead" in shown
     assert shown.count("LAST 7 3") == 3, shown
     assert (logs / "worker-1.start-2.stdout").read_text() == "LAST 7 3\n"
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker_at_once(tmp_path):
+    """The one that still waits at the end has nothing to do."""
+    program = write_program(tmp_path, until=9)
+    path = Path(program)
+    path.write_text(
+        path.read_text().replace("    while", '    print("BEGUN", flush=True)\n    while')
+    )
+    with watched(0, "--spares", "2", program=program) as run:
+        run.wait("waits to join", 2)
+        run.wait("BEGUN", 3)
+        killed = time.monotonic()
+        run.kill_worker(1)
+        run.wait(r"view .* joined")
+        took_s = time.monotonic() - killed
+        shown = run.end()
+    print(f"a spare had joined {took_s:.2f} s after the kill")
+    assert run.process.returncode == 0, shown
+    assert shown.count("LAST 9 3") == 3, shown
+    assert shown.count("has not joined") == 1, shown
+    assert took_s < slowed(2.0)
 
 
 def test_a_program_without_a_boundary_says_where_to_communicate(tmp_path):

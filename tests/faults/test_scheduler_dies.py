@@ -4,101 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
-from harness import ROOT, clean_environ, slowed
+from harness import slowed
 from test_join_launched import write_program
+from watched_job import LAYOUTS, job
 
 from fastps.control.view_log import read_records
 
-PROGRAM = str(Path(__file__).parent / "programs_takeover.py")
 NEW_ONE_S = 2.5  # from a kill to the view after it; the best of some on a loaded machine
-LAST_S = 90.0
-LAYOUTS = {
-    "memory": ((), {}),  # a board commits
-    "sockets": (("-s", "1"), {"FASTPS_SHARED_MEMORY": "0"}),  # the scheduler commits
-}
-
-
-class Run:
-    """A job of three workers under fastps-run, and what it prints."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self._is_over = False
-        self._n_killed = 0  # schedulers
-        self._news = threading.Condition()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as shown:
-            for line in shown:
-                with self._news:
-                    self.lines.append(line.rstrip())
-                    self._news.notify_all()
-        with self._news:
-            self._is_over = True
-            self._news.notify_all()
-
-    def find(self, pattern: str) -> list[re.Match[str]]:
-        return [found for line in list(self.lines) if (found := re.search(pattern, line))]
-
-    def wait(self, pattern: str, count: int = 1) -> re.Match[str]:
-        """Wait for so many lines of a pattern, and return the last one."""
-        with self._news:
-            self._news.wait_for(lambda: len(self.find(pattern)) >= count or self._is_over, LAST_S)
-        found = self.find(pattern)
-        assert len(found) >= count, (pattern, "\n".join(self.lines[-60:]))
-        return found[count - 1]
-
-    def kill_scheduler(self) -> float:
-        """Kill the next scheduler as soon as it is there; return the time."""
-        self._n_killed += 1
-        found = self.wait(r"scheduler (is |\()pid (\d+)(\) takes over)?$", self._n_killed)
-        now = time.monotonic()
-        os.kill(int(found[2]), signal.SIGKILL)
-        return now
-
-    def kill_worker(self, rank: int) -> None:
-        os.kill(int(self.wait(rf"worker {rank} is pid (\d+)")[1]), signal.SIGKILL)
-
-    def end(self) -> str:
-        """Wait for the end, and return what all of it has shown."""
-        self.process.wait(LAST_S)
-        self._reader.join(LAST_S)
-        return "\n".join(self.lines)
-
-
-@contextlib.contextmanager
-def job(
-    steps: int, *words: str, layout: str = "memory", least: str = "2", program: str = PROGRAM
-) -> Iterator[Run]:
-    more, settings = LAYOUTS[layout]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastps.launch.run", "-np", "3", "--min", least, "--log-level",
-         "INFO", *more, *words, sys.executable, program, str(steps)],
-        env=clean_environ() | {"PYTHONPATH": str(ROOT), **settings},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    run = Run(process)
-    try:
-        yield run
-    finally:
-        process.kill()
-        run.end()
 
 
 def digests(shown: str, ranks: Sequence[int] = (0, 1, 2)) -> set[str]:

@@ -7,6 +7,7 @@ import pytest
 
 from fastps.launch.options import FIRST_OF_OTHERS, Options, parse
 from fastps.launch.plan import Identity, choose_job_id, choose_secret, goes_on, make_plan
+from fastps.launch.request import pack, unpack
 
 PYTHON = ("python", "train.py")
 
@@ -58,12 +59,29 @@ def test_a_job_that_replaces_workers_takes_as_many_as_it_had():
     assert first["FASTPS_ELASTIC_MAX"] == "2"
 
 
+def test_spares_are_workers_that_join_with_ranks_of_their_own():
+    words = ["-H", "a:2,b:1", "--min", "2", "--spares", "2", *PYTHON]
+    options = parse(words)
+    found = []
+    for machine in range(2):
+        here = unpack(pack(options, machine))
+        found += environments(here)
+    assert [one["FASTPS_RANK"] for one in found] == ["0", "1", "3", "4", "2", "5", "6"]
+    assert [one["LOCAL_RANK"] for one in found] == ["0", "1", "2", "3", "0", "1", "2"]
+    assert ["FASTPS_ELASTIC_JOIN" in one for one in found] == [0, 0, 1, 1, 0, 1, 1]
+    assert {one["FASTPS_ELASTIC_MAX"] for one in found} == {"3"}
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["--join", "a"], "HOST:PORT"),
         (["--join", "a:1", "-s", "1"], "neither servers"),
         (["--join", "a:1", "-np", "2,2", "--machine-rank", "0"], "this machine alone"),
+        (["--join", "a:1", "--spares", "1"], "wait as spares too"),
+        (["-np", "2", "--spares", "1"], "needs --min"),
+        (["--min", "1", "--spares", "1"], "two or more workers"),
+        (["-np", "2", "--min", "1", "--max", "3", "--spares", "1"], "would not wait"),
         (["--join", "a:1", "--respawn", "1"], "works on one machine"),
         (["-H", "a,b", "--min", "1", "--respawn", "1"], "works on one machine"),
     ],

@@ -18,8 +18,8 @@ MASTER = ("10.0.0.1", 7655)
 
 def test_places_on_three_machines():
     layouts = [Layout((2, 0, 1), (0, 1, 0), machine) for machine in range(3)]
-    found = [worker_variables(layouts[0], rank, MASTER) for rank in range(2)]
-    found.append(worker_variables(layouts[2], 2, MASTER))
+    found = [worker_variables(layouts[0], rank, rank, MASTER) for rank in range(2)]
+    found.append(worker_variables(layouts[2], 2, 0, MASTER))
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
              "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
     assert [tuple(one[name] for name in names) for one in found] == [
@@ -27,7 +27,7 @@ def test_places_on_three_machines():
         ("1", "1", "3", "2", "0", "2", "10.0.0.1", "7655"),
         ("2", "0", "3", "1", "1", "2", "10.0.0.1", "7655"),  # a machine of servers counts not
     ]
-    assert "MASTER_ADDR" not in worker_variables(layouts[0], 0, None)
+    assert "MASTER_ADDR" not in worker_variables(layouts[0], 0, 0, None)
 
 
 def test_workers_alone_are_told_and_the_user_may_choose():
