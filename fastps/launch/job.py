@@ -469,13 +469,22 @@ class Job:
             rest = f"{len(left)} of {len(names)} {workers[0].role}s continue without it"
         for part in failed:
             self._screen.report(f"{part.describe()} {part.describe_end()}; {rest}")
-            if left and isinstance(part, Child) and (child := self._replace(part)) is not None:
+            others = left or (self._is_spread and not self._is_broken)
+            if others and isinstance(part, Child) and (child := self._replace(part)) is not None:
                 self.add(child)
+                workers.append(child)
         others_go_on = (
             self._is_spread and self._scheduler is not None and self._scheduler.state.has_begun
         )
         if not others_go_on and not any(part.is_alive or part.exit_code == 0 for part in workers):
             self._failed.extend(self._lost)
+
+    @property
+    def _is_broken(self) -> bool:
+        """Return whether the job has failed, or is over, as far as it is known here."""
+        if self._scheduler is not None:
+            return self._scheduler.first_cause is not None or self._scheduler.has_been_left
+        return self._cause_listener is None or self._cause_listener.is_over
 
     def _find_cause(self, *, is_late: bool) -> None:
         """Set the first cause as soon as no other part can turn out to be to blame."""

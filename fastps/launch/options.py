@@ -178,8 +178,8 @@ class Options:
         "with --min: let workers join the running job, up to N (FASTPS_ELASTIC_MAX; default: "
         "nobody joins)")
     respawn: int = word(HOW_MANY, "--respawn", 0, count(0, 1000000), "N",
-        "with --min: start a worker instead of each lost one, up to N times; it joins at the next "
-        "commit() of elastic.run (one machine)")
+        "with --min: start a worker instead of each lost one, up to N times on each machine; it "
+        "joins at the next commit() of elastic.run")
     spares: int = word(HOW_MANY, "--spares", 0, count(0, 4096), "N",
         "with --min: start N more workers on each machine, which warm up and wait until one is "
         "lost; they join at the next commit() of elastic.run")
@@ -305,8 +305,6 @@ def parse(arguments: Sequence[str]) -> Options:
     options = Options(command=tuple(command), layout=layout, **found)
     if options.spares:
         _check_spares(options, parser)
-    if layout.is_spread and options.respawn:
-        parser.error("--respawn works on one machine; here let others join with --max")
     if hosts:
         return options
     if layout.is_spread and options.restarts:

@@ -11,6 +11,7 @@ from pathlib import Path
 from fork_server import FORKING_PYTHON, forking
 from harness import ROOT, clean_environ, slowed
 from watched_job import job as watched
+from watched_job import two_launchers
 
 PROGRAM = """
 import os, signal, sys, time
@@ -25,6 +26,7 @@ state = elastic.State(step=0, bits=0)
 
 @elastic.run
 def train(state):
+    print("BEGUN", flush=True)
     while state.step < STEPS and (state.step < 20 or state.bits != UNTIL):
         if is_first and me == VICTIM and state.step == 9:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -63,16 +65,12 @@ def test_a_launcher_starts_a_worker_instead_of_a_lost_one(tmp_path):
     assert job.returncode == 0, shown
     assert "is started instead" in shown
     assert shown.count("LAST 7 3") == 3, shown
-    assert (logs / "worker-1.start-2.stdout").read_text() == "LAST 7 3\n"
+    assert (logs / "worker-1.start-2.stdout").read_text() == "BEGUN\nLAST 7 3\n"
 
 
 def test_a_spare_takes_the_place_of_a_lost_worker_at_once(tmp_path):
     """The one that still waits at the end has nothing to do."""
     program = write_program(tmp_path, until=9)
-    path = Path(program)
-    path.write_text(
-        path.read_text().replace("    while", '    print("BEGUN", flush=True)\n    while')
-    )
     with watched(0, "--spares", "2", program=program) as run:
         run.wait("waits to join", 2)
         run.wait("BEGUN", 3)
@@ -86,6 +84,18 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once(tmp_path):
     assert shown.count("LAST 9 3") == 3, shown
     assert shown.count("has not joined") == 1, shown
     assert took_s < slowed(2.0)
+
+
+def test_each_of_two_launchers_starts_workers_instead_of_its_lost_ones(tmp_path):
+    """The only worker of the second machine is lost, then one of the first."""
+    program = write_program(tmp_path, victim=4, until=7)
+    with two_launchers(tmp_path, "--respawn", "1", program=program) as (here, there):
+        there.wait("is started instead")
+        here.wait("BEGUN", 4)
+        here.kill_worker(1)
+        shown = there.end(), here.end()
+    assert (there.process.returncode, here.process.returncode) == (0, 0), shown
+    assert [text.count("LAST 7 3") for text in shown] == [1, 2], shown
 
 
 def test_a_program_without_a_boundary_says_where_to_communicate(tmp_path):

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import socket
 from collections.abc import Sequence
 
 import pytest
 from harness import slowed
 from test_join_launched import write_program
-from watched_job import LAYOUTS, job
+from watched_job import LAYOUTS, job, two_launchers
 
 from fastps.control.view_log import read_records
 
@@ -53,17 +52,7 @@ def test_no_step_is_lost(layout, tmp_path):
 
 def test_the_launcher_of_one_of_two_machines_starts_another_one(tmp_path):
     """The third time a worker of the other machine dies too."""
-    token = tmp_path / "job.token"
-    token.touch(0o600)
-    token.write_text("9f3a61c07be2d584" * 2)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    words = ("--machines", "2", "-np", "2,1", "-s", "1", "--scheduler-host", "127.0.0.1",
-             "--scheduler-port", port, "--token-file", str(token))  # fmt: skip
-    with (
-        job(70, *words, "--machine-rank", "0") as here,
-        job(70, *words, "--machine-rank", "1") as there,
-    ):
+    with two_launchers(tmp_path, steps=70) as (here, there):
         for kill in range(2):
             there.wait("STEP", 10 + 20 * kill)
             here.kill_scheduler()

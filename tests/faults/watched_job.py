@@ -16,6 +16,8 @@ from pathlib import Path
 
 from harness import ROOT, clean_environ
 
+from aids.free_ports import free_port
+
 PROGRAM = str(Path(__file__).parent / "programs_takeover.py")
 LAST_S = 90.0
 LAYOUTS = {
@@ -93,3 +95,18 @@ def job(
     finally:
         process.kill()
         run.end()
+
+
+@contextlib.contextmanager
+def two_launchers(folder: Path, *words: str, steps: int = 0, **more: str) -> Iterator[list[Run]]:
+    """A job on two machines with two workers and one, and a server on each."""
+    token = folder / "job.token"
+    token.touch(0o600)
+    token.write_text("9f3a61c07be2d584" * 2)
+    words = ("--machines", "2", "-np", "2,1", "-s", "1", "--scheduler-host", "127.0.0.1",
+             "--scheduler-port", str(free_port()), "--token-file", str(token), *words)  # fmt: skip
+    with (
+        job(steps, *words, "--machine-rank", "0", **more) as here,
+        job(steps, *words, "--machine-rank", "1", **more) as there,
+    ):
+        yield [here, there]

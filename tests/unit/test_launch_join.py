@@ -82,8 +82,6 @@ def test_spares_are_workers_that_join_with_ranks_of_their_own():
         (["-np", "2", "--spares", "1"], "needs --min"),
         (["--min", "1", "--spares", "1"], "two or more workers"),
         (["-np", "2", "--min", "1", "--max", "3", "--spares", "1"], "would not wait"),
-        (["--join", "a:1", "--respawn", "1"], "works on one machine"),
-        (["-H", "a,b", "--min", "1", "--respawn", "1"], "works on one machine"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, text, capsys):
