@@ -717,17 +717,30 @@ class ControlClient:
             cause = self._read_all()
             pulse = self._pulse
             silent_s = 0.0 if pulse is None else pulse.silent_s
-            if silent_s or not self._may_come_back():
+            if silent_s:
+                cause = unheard_text(silent_s)
+            if (silent_s and self._job is None) or not self._may_come_back():
                 break
+            if silent_s:
+                self._tell_unheard(silent_s)
             try:
                 self._come_back()
             except (FastPSError, OSError) as error:
                 cause = f"{cause}; no other one takes over: {error}"
+                silent_s = 0.0
                 break
-        self._scheduler_lost(unheard_text(silent_s) if silent_s else cause)
-        if silent_s:  # it may live, and is told
-            with contextlib.suppress(FastPSError):
-                self.send(Unheard(silent_s))
+        self._scheduler_lost(cause)
+        if silent_s:
+            self._tell_unheard(silent_s)
+
+    def _tell_unheard(self, silent_s: float) -> None:
+        """Tell the scheduler, which may live, that this member gives it up."""
+        if self._send_lock.acquire(timeout=NOTICE_S):
+            try:
+                frame = pack_to_scheduler(Unheard(silent_s))
+                self._write_locked(frame, time.monotonic() + NOTICE_S)
+            finally:
+                self._send_lock.release()
 
     def _read_all(self) -> str:
         """Take all messages of a connection; return why it has ended."""

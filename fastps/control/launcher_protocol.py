@@ -62,7 +62,13 @@ class RequestLocations(_Message, frozen=True):
     request: Id
 
 
-Order: TypeAlias = End | EndWhenLeft | ExpectEnds | RequestLocations | Absent
+class AskLife(_Message, frozen=True):
+    """Answer at once with Lives and the same number."""
+
+    request: Id
+
+
+Order: TypeAlias = End | EndWhenLeft | ExpectEnds | RequestLocations | AskLife | Absent
 
 
 # ---- scheduler to launcher ----
@@ -88,7 +94,13 @@ class Located(_Message, frozen=True):
     request: Id
 
 
-News: TypeAlias = State | Located
+class Lives(_Message, frozen=True):
+    """The answer to AskLife."""
+
+    request: Id
+
+
+News: TypeAlias = State | Located | Lives
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()

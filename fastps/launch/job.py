@@ -294,6 +294,8 @@ class Job:
         waits = [_TICK_S if self._live is None else PERIOD_S]
         if self._is_spread:
             waits.append(_LOOK_S)  # for a first cause
+        if self._scheduler is not None and self._may_be_followed(self._scheduler):
+            waits.append(self._scheduler.life.every_s)
         if self._awaits_last_ends():
             waits.append(_LOOK_S)
         deadlines = [until, self._deadline, self._settled_at if self.cause is None else None]
@@ -358,7 +360,7 @@ class Job:
         failed = [part for part in ended if part.exit_code != 0]
         if self._scheduler is not None:
             self._scheduler.receive_news()  # what it knew when they ended
-            self._report_stopped_scheduler(self._scheduler)
+            self._end_hung_scheduler(self._scheduler)
         if not self._is_stopping and failed:
             self._take_failed(failed)  # and reads what they wrote, which on_end needs
         for part in ended if self.cause is None and not self._is_stopping else ():
@@ -369,10 +371,8 @@ class Job:
         """Start a scheduler that takes over from one that has ended; return whether one does."""
         assert dead is not None
         self._n_vain = 0 if dead.has_served else self._n_vain + 1
-        is_open = self.cause is None and not (self._is_stopping or self._failed)
-        may_follow = dead.term and dead.exit_code and dead.state.has_begun
-        if self._follow is None or not (is_open and may_follow) or self._n_vain > MAX_VAIN or (
-            dead.first_cause is not None
+        if self._follow is None or not (self._may_be_followed(dead) and dead.exit_code) or (
+            self._n_vain > MAX_VAIN
         ):  # fmt: skip
             dead.stop_listening()
             return False
@@ -397,8 +397,20 @@ class Job:
             scheduler.end_when_left(self._why_end_when_left)
         return True
 
-    def _report_stopped_scheduler(self, scheduler: SchedulerProcess) -> None:
-        if scheduler.notice_stop():
+    def _may_be_followed(self, scheduler: SchedulerProcess) -> bool:
+        """Return whether another scheduler would take over now."""
+        is_open = self.cause is None and not (self._is_stopping or self._failed)
+        has_job = scheduler.state.has_begun and scheduler.first_cause is None
+        return bool(scheduler.term and is_open and has_job)
+
+    def _end_hung_scheduler(self, scheduler: SchedulerProcess) -> None:
+        """End a scheduler that hangs where another one would take over; else report its stop."""
+        may_be_followed = scheduler.is_alive and self._may_be_followed(scheduler)
+        if may_be_followed and scheduler.life.hangs(time.monotonic()):
+            how = "is stopped by a signal (SIGSTOP)" if scheduler.is_stopped else "hangs"
+            self._screen.report(f"{scheduler.describe()} {how}, so it is killed", is_alarm=True)
+            scheduler.send(signal.SIGKILL)
+        elif scheduler.notice_stop() and not may_be_followed:
             self._screen.report(
                 f"{scheduler.describe()}: stopped by a signal (SIGSTOP); no process can join or "
                 f"leave, and no loss is noticed; resume it with `kill -CONT {scheduler.pid}`",

@@ -28,11 +28,13 @@ from typing import IO
 
 from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import (
+    AskLife,
     End,
     EndWhenLeft,
     ExpectEnds,
     FrameReader,
     Located,
+    News,
     Order,
     RequestLocations,
     State,
@@ -45,6 +47,7 @@ from fastps.launch import survival
 from fastps.launch.limits import memory_kills
 from fastps.launch.output import Stream
 from fastps.launch.processes import describe_death, fork, is_stopped
+from fastps.launch.scheduler_life import SchedulerLife, waits_for_processor
 from fastps.launch.scheduler_process import INQUIRY_S, LaunchedScheduler
 from fastps.transport import sockets
 
@@ -98,6 +101,11 @@ class SchedulerProcess:
         )
         theirs.close()
         os.close(writer)
+        self.life = SchedulerLife(
+            work.settings.lease_s,
+            lambda number: self._order(AskLife(number)),
+            lambda: waits_for_processor(self.pid),
+        )
         self.term, self._listeners = work.term, list(work.listeners)
         if not self.term:
             self.stop_listening()
@@ -242,13 +250,14 @@ class SchedulerProcess:
             pass  # it has ended with orders unread
         self._close()
 
-    def _take(self, news: State | Located) -> None:
+    def _take(self, news: News) -> None:
         if isinstance(news, State):
             self.has_served = self.has_served or news.members > 0
-        if isinstance(news, Located):
+            self.state = news
+        elif isinstance(news, Located):
             self._located = news.request
         else:
-            self.state = news
+            self.life.answered = news.request
 
     def _order(self, order: Order) -> None:
         if self._socket.fileno() >= 0:

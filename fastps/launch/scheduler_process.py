@@ -23,11 +23,14 @@ from typing import Any
 from fastps.config import Config
 from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import (
+    AskLife,
     End,
     EndWhenLeft,
     ExpectEnds,
     FrameReader,
+    Lives,
     Located,
+    News,
     Order,
     RequestLocations,
     State,
@@ -151,6 +154,8 @@ class LaunchedScheduler:
                 self._scheduler.expect_ends(places, why)
             case RequestLocations(request):
                 self._begin(self._inquire(request))
+            case AskLife(request):
+                self._tell(Lives(request))
             case absent:
                 self._scheduler.report_absent(absent)
 
@@ -218,8 +223,11 @@ class LaunchedScheduler:
             self._scheduler.request_locations()
             await asyncio.sleep(_ANSWERS_S)
             await self._wait_until(lambda: not job.inquiries, timeout_s=INQUIRY_S)
+        self._tell(Located(request))
+
+    def _tell(self, news: News) -> None:
         if self._launcher is not None:
-            self._launcher.write(pack(Located(request)))
+            self._launcher.write(pack(news))
 
 
 class _OrderReader(asyncio.Protocol):

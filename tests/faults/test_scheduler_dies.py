@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
 from collections.abc import Sequence
 
 import pytest
@@ -48,6 +49,20 @@ def test_no_step_is_lost(layout, tmp_path):
     records = read_records(str(log))
     assert {one.workers for one in records} == {(0, 1, 2)}
     assert records[-1].committed["t0"] == 70
+
+
+def test_one_that_is_stopped_is_replaced():
+    """Members that have given it up come back, and leave in order at the end."""
+    with job(60) as run:
+        run.wait("STEP", 20)
+        stopped = run.kill_scheduler(signal.SIGSTOP)
+        found = run.wait(r"VIEW 2 ([\d.]+)", 3)
+        shown = run.end()
+    print(f"the next view began after {float(found[1]) - stopped:.2f} s")
+    assert run.process.returncode == 0, shown
+    assert "is stopped by a signal (SIGSTOP), so it is killed" in shown
+    assert len(digests(shown)) == 1
+    assert float(found[1]) - stopped < slowed(1.0 + NEW_ONE_S)
 
 
 def test_the_launcher_of_one_of_two_machines_starts_another_one(tmp_path):

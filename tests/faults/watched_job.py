@@ -60,16 +60,16 @@ class Run:
         assert len(found) >= count, (pattern, "\n".join(self.lines[-60:]))
         return found[count - 1]
 
-    def kill_scheduler(self) -> float:
-        """Kill the next scheduler as soon as it is there; return the time."""
+    def kill_scheduler(self, how: int = signal.SIGKILL) -> float:
+        """Kill the next scheduler as soon as it is there, or stop it; return the time."""
         self._n_killed += 1
         found = self.wait(r"scheduler (is |\()pid (\d+)(\) takes over)?$", self._n_killed)
         now = time.monotonic()
-        os.kill(int(found[2]), signal.SIGKILL)
+        os.kill(int(found[2]), how)
         return now
 
-    def kill_worker(self, rank: int) -> None:
-        os.kill(int(self.wait(rf"worker {rank} is pid (\d+)")[1]), signal.SIGKILL)
+    def kill_worker(self, rank: int, how: int = signal.SIGKILL) -> None:
+        os.kill(int(self.wait(rf"worker {rank} is pid (\d+)")[1]), how)
 
     def end(self) -> str:
         """Wait for the end, and return what all of it has shown."""

@@ -15,10 +15,12 @@ from fastps.control import launcher_protocol as protocol
 from fastps.control.actions import Phase
 from fastps.control.launcher_protocol import (
     MAX_FRAME_BYTES,
+    AskLife,
     End,
     EndWhenLeft,
     ExpectEnds,
     FrameReader,
+    Lives,
     Located,
     RequestLocations,
     State,
@@ -37,6 +39,7 @@ orders = st.one_of(
     st.builds(EndWhenLeft, texts),
     st.builds(ExpectEnds, st.lists(st.tuples(roles, ranks), max_size=5).map(tuple), texts),
     st.builds(RequestLocations, ids),
+    st.builds(AskLife, ids),
     st.builds(Absent, roles, ranks, texts, ids, texts),
 )
 causes = st.builds(PeerLost, roles, ranks, texts, ids, texts, st.booleans())
@@ -46,6 +49,7 @@ news = st.one_of(
         st.none() | causes,
     ),
     st.builds(Located, ids),
+    st.builds(Lives, ids),
 )  # fmt: skip
 
 
