@@ -125,6 +125,7 @@ from fastps.frameworks.torch.decentralized.corrections import (
     DistributedExactDiffusionOptimizer,
     DistributedGradientTrackingOptimizer,
     DistributedNoLoCoOptimizer,
+    DistributedQuasiGlobalOptimizer,
 )
 from fastps.frameworks.torch.decentralized.neighbors import (
     average_parameters,
@@ -251,6 +252,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedPullGetOptimizer",
     "DistributedPushSumOptimizer",
+    "DistributedQuasiGlobalOptimizer",
     "DistributedWinPutOptimizer",
     "DuplicateNameError",
     "Elastic",

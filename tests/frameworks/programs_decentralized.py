@@ -144,6 +144,27 @@ class Recursion:
             q = self.a @ q + g - before
         return x
 
+    def quasi_global(self, steps: int, passes: int = 1) -> np.ndarray:
+        x, m = np.zeros((self.n, WIDTH)), np.zeros((self.n, WIDTH))
+        for _ in range(steps // passes):
+            before, d = x, m
+            for _ in range(passes):
+                d = 0.5 * d + self.gradient(x)
+                x = x - RATE * d
+            x = self.a @ x
+            m = 0.5 * m + 0.5 * (before - x) / (passes * RATE)
+        return x
+
+    def quasi_global_adam(self, steps: int) -> np.ndarray:
+        x, m, v = np.zeros((3, self.n, WIDTH))
+        for step in range(1, steps + 1):
+            before, g = x, self.gradient(x)
+            up, down = 0.9 * m + g, np.sqrt((0.999 * v + 0.001 * g**2) / (1 - 0.999**step))
+            x = self.a @ (x - 0.1 * RATE * up / (1 - 0.9**step) / (down + 1e-8))
+            d = (before - x) / np.linalg.norm(before - x, axis=1, keepdims=True)
+            m, v = 0.9 * m + 0.1 * d, 0.999 * v + 0.001 * d**2
+        return x
+
     def noloco(self, steps: int) -> np.ndarray:
         slow, m = np.zeros((self.n, WIDTH)), np.zeros((self.n, WIDTH))
         for number in range(steps // LOCAL):
@@ -165,13 +186,16 @@ def noloco(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
     )
 
 
-def trained(wrap: Callable[..., Any], steps: int, momentum: float = 0.0, **options: Any) -> Any:
-    """Minimise our least squares with a wrapped SGD; give x."""
+def trained(wrap: Callable[..., Any], steps: int, momentum: float | None = 0.0,
+            **options: Any) -> Any:  # fmt: skip
+    """Minimise our least squares with a wrapped SGD, or Adam for no momentum; give x."""
     matrix, right = (torch.from_numpy(one) for one in problem(fps.rank()))
     model = nn.Linear(WIDTH, 1, bias=False, dtype=torch.float64)
     nn.init.zeros_(model.weight)
-    sgd = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
-    optimizer = wrap(sgd, model, **options)
+    inner: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+    if momentum is not None:
+        inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
+    optimizer = wrap(inner, model, **options)
     for _ in range(steps):
         optimizer.zero_grad()
         (((model(matrix)[:, 0] - right) ** 2).sum() / (2 * ROWS)).backward()
@@ -206,6 +230,16 @@ def algorithms() -> dict[str, float]:
         errors[name] = float(np.linalg.norm(x - optimum) / np.linalg.norm(optimum))
     x = trained(fps.DistributedAdaptThenCombineOptimizer, 20, overlap=False)
     np.testing.assert_allclose(x, recursion.atc(20)[me], rtol=1e-9, atol=1e-12)
+    for momentum, passes, wanted in (
+        (0.5, 1, recursion.quasi_global(21)), (0.5, 3, recursion.quasi_global(21, 3)),
+        (None, 1, recursion.quasi_global_adam(21)),
+    ):  # fmt: skip
+        x = trained(
+            fps.DistributedQuasiGlobalOptimizer, 21, momentum, num_steps_per_communication=passes
+        )
+        np.testing.assert_allclose(x, wanted[me], rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"momentum=0\.0: pass SGD with momentum=0\.9, or Adam"):
+        trained(fps.DistributedQuasiGlobalOptimizer, 1)
     end()
     return errors
 
