@@ -68,10 +68,13 @@ class Flow:
 
 
 def names(table: str, job: str = "") -> list[str]:
-    """List the sockets of a job, or of all, in the kernel's table."""
+    """List the sockets of a job, or of all, in the kernel's table.
+
+    A connection that is accepted there has the name as well.
+    """
     start = f" @{PREFIX}/{job}/" if job else f" @{PREFIX}/"
-    found = {line.partition(start) for line in table.splitlines() if start in line}
-    return sorted(start[2:] + rest for _, _, rest in found)
+    return sorted({start[2:] + line.partition(start)[2] for line in table.splitlines()
+                   if start in line})  # fmt: skip
 
 
 def look(job: str = "") -> list[Look]:

@@ -251,6 +251,7 @@ def test_words():
     assert watch.in_one_line([pace(0, 0.5, 0), pace(1, 0.5, 0)]) == (
         "8 ops/s, 1.5 MB/s reduced, 50% waiting")  # fmt: skip
     table = "x: 1 @fastps-status/a/worker/0/7\nx: 1 @fastps-status/b/server/0/8\nx: 1 /run/s\n"
+    table += "y: 3 @fastps-status/b/server/0/8\n"  # somebody else looks at it just now
     assert watch.names(table) == ["fastps-status/a/worker/0/7", "fastps-status/b/server/0/8"]
     assert watch.names(table, "b") == ["fastps-status/b/server/0/8"]
     spaced = "x: 1 @fastps-status/my job/worker/0/7\n"
