@@ -74,7 +74,7 @@ def theirs(shared: Path) -> Path:
 
 def leave_trace(folder: Path) -> None:
     """Leave the trace of a process."""
-    who = {"role": "worker", "number": 0, "host": "h", "boot": "a", "pid": 1}
+    who = {"role": "worker", "rank": 0, "number": 0, "host": "h", "boot": "a", "pid": 1}
     for name, data in (("job-0.jsonl", json.dumps({"who": who}).encode() + b"\n"),
                        ("job-0.spans", np.zeros(0, RECORD).tobytes())):  # fmt: skip
         (folder / name).write_bytes(data)
@@ -220,7 +220,7 @@ def test_traces_are_neither_removed_from_nor_written_to_a_folder_of_another_user
     assert len(list(folder.iterdir())) == 2
     settings = config.load({"trace_dir": str(folder)}, environ={})
     with pytest.raises(ConfigError, match=rf"FASTPS_TRACE_DIR=.*user {NOBODY}.*only this user"):
-        Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns)
+        Recorder(settings, role="worker", rank=0, number=0, host_id="here", ping=_core.clock_ns)
     link = folder.with_name("link.parts")
     link.symlink_to(folder)
     with pytest.raises(OSError, match="it is a link"):
@@ -236,7 +236,9 @@ def test_a_trace_follows_no_link_and_is_private(tmp_path: Path) -> None:
     for suffix in (".jsonl", ".spans"):
         (folder / f"{name}{suffix}").symlink_to(victim)
     settings = config.load({"trace_dir": str(folder), "job_id": "job"}, environ={})
-    Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns).close()
+    Recorder(
+        settings, role="worker", rank=0, number=0, host_id="here", ping=_core.clock_ns
+    ).close()
     assert victim.read_text() == "precious"
     assert {mode_of(path) for path in folder.iterdir()} == {0o600}
 
@@ -329,7 +331,9 @@ def test_a_disk_that_is_full_ends_no_program(
 ) -> None:
     """Another process may merge meanwhile: an error there is logged."""
     settings = config.load({"trace_dir": str(tmp_path / "trace")}, environ={})
-    recorder = Recorder(settings, role="worker", number=0, host_id="here", ping=_core.clock_ns)
+    recorder = Recorder(
+        settings, role="worker", rank=0, number=0, host_id="here", ping=_core.clock_ns
+    )
     (tmp_path / "trace" / "foreign.jsonl").symlink_to("nowhere")
     with caplog.at_level(logging.WARNING):
         recorder.close()
