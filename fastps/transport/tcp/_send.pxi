@@ -146,21 +146,18 @@ cdef bint is_cut_short(const TcpLink* link) noexcept nogil:
 cdef void push_rest(TcpLink* link) noexcept nogil:
     """Let the kernel send what it keeps back for a write that does not come."""
     cdef int one = 1
-    link.send_keeps = False
     setsockopt(link.base.fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof(one))
 
 
-cdef int write_batch(TcpLink* link) noexcept nogil:
+cdef int write_batch(TcpLink* link, int flags) noexcept nogil:
     """Write once. OK: progress; E_AGAIN: the socket is full; E_PEER_LOST: it is broken."""
     cdef msghdr message
     cdef ssize_t count
-    link.send_keeps = is_cut_short(link)
     memset(&message, 0, sizeof(message))
     message.msg_iov = &link.send_iov[link.send_iov_first]
     message.msg_iovlen = link.send_iov_count - link.send_iov_first
     probe_hit(PROBE_LINK_SEND, 0, 0)
-    count = sendmsg(link.base.fd, &message,
-                    MSG_NOSIGNAL | MSG_DONTWAIT | (MSG_MORE if link.send_keeps else 0))
+    count = sendmsg(link.base.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT | flags)
     link.base.link.stats.writes += 1
     if count >= 0:
         advance_iov(link, <uint64_t>count)
@@ -178,17 +175,19 @@ cdef bint drain(TcpLink* link, uint64_t budget) noexcept nogil:
     """Write until nothing is left, the socket is full or the budget is spent (then True)."""
     cdef uint64_t start = link.base.link.stats.bytes_sent
     cdef int status
+    cdef int flags = 0          # of the last write
     while not link.send_blocked and not link.send_broken:
         if link.send_frame_first == link.send_frame_count:
             fill_batch(link)
             if link.send_frame_count == 0:
                 link.send_full_at = 0
-                if link.send_keeps:
+                if flags:
                     push_rest(link)
                 return False
         if link.base.link.stats.bytes_sent - start >= budget:
             return True
-        status = write_batch(link)
+        flags = MSG_MORE if is_cut_short(link) else 0
+        status = write_batch(link, flags)
         if status == E_AGAIN:
             link.send_blocked = True
             if link.send_unsent:

@@ -176,7 +176,6 @@ cdef struct TcpLink:
     uint32_t send_number        # of the next frame, modulo 2^32
     int send_frame_first
     int send_frame_count
-    bint send_keeps             # the kernel keeps the end of the last batch for the next write
     uint64_t send_batch_done    # bytes of the batch that the socket took
     uint32_t send_unsent        # bound of the bytes that the kernel holds unsent; 0: none
     uint32_t send_most_unsent   # the largest value of this bound
