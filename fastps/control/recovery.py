@@ -24,6 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastps.config import Config
+from fastps.contract.partition import MAX_PIECES
 from fastps.control.actions import Action, Close, Phase
 from fastps.control.admission import Peer, places, places_of
 from fastps.control.commits import Commits, is_operation, key_of, parts_of
@@ -131,6 +132,11 @@ class Recovery:
             )
         if report.told - job.generation > MAX_MEMBERS:  # each change loses or admits some
             return f"it is in view {job.generation}, and reports that {report.told} was announced"
+        n_kept = len(report.met)
+        for members, entries in report.committed:
+            n_kept += 1 + len(entries) + len(members) // 8  # a rank takes less than an entry
+        if n_kept > MAX_PIECES:
+            return f"it reports {n_kept} results and meetings, and at most {MAX_PIECES} are kept"
         if not all(one.hostname.isprintable() for one in job.members):
             return "a host name in its report has control characters"
         me = job.members[job.me]

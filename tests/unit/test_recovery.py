@@ -378,6 +378,17 @@ def test_a_view_of_which_one_member_alone_has_heard_goes_on():
     assert {driver.last(peer).job.view for peer in peers} == {3}
 
 
+def test_what_a_member_reports_is_bounded():
+    for committed in (
+        (((), ("w#1",)),) * (1 << 19) + (((), ()),),
+        (((0,) * (1 << 23), ()),),
+    ):
+        job, driver = job_before(), After()
+        liar = driver.come_back(0, job, committed=committed)
+        assert "it reports 1048577 results" in driver.last(liar).message
+        assert liar in driver.closed
+
+
 def test_no_number_of_a_view_is_beyond_what_can_be():
     job, driver = job_before(), After()
     liar = driver.come_back(0, job, told=1 << 61)
