@@ -35,8 +35,15 @@ class Folder:
 
     def __init__(self, descriptor: int, path: Path) -> None:
         """Take over a descriptor; path: the name for people."""
-        self.descriptor = descriptor
+        self._descriptor = descriptor
         self.path = path
+
+    @property
+    def descriptor(self) -> int:
+        """Return the open descriptor; OSError after close(): -1 names the working folder."""
+        if self._descriptor < 0:
+            raise OSError(errno.EBADF, "the folder was closed: open it again", str(self.path))
+        return self._descriptor
 
     def __enter__(self) -> Folder:
         return self
@@ -46,7 +53,7 @@ class Folder:
 
     def close(self) -> None:
         """Close the descriptor; idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -83,6 +83,13 @@ def leave_trace(folder: Path) -> None:
 # ---- folders
 
 
+def test_a_closed_folder_is_not_the_working_folder(tmp_path):
+    folder = open_folder(tmp_path)
+    folder.close()
+    with pytest.raises(OSError, match="the folder was closed"):
+        folder.names()
+
+
 def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
     with open_folder(tmp_path / "a" / "b") as folder:
         os.close(folder.make("new"))
