@@ -155,6 +155,7 @@ class Arena:
         Raises MemoryError that names the limit and how to raise it.
         """
         with self._lock:  # allocating pages releases the GIL
+            self._check_open()
             return self._allocate(nbytes, _round_up(max(nbytes, 1)))
 
     def allocate_packed(self, nbytes: int) -> tuple[Block, int]:
@@ -166,6 +167,7 @@ class Arena:
             return self.allocate(nbytes)
         size = max(LINE_BYTES, 1 << (nbytes - 1).bit_length())
         with self._lock:
+            self._check_open()
             free = self._packed.setdefault(size, deque())  # a block's end appends, without a lock
             if not free:
                 shelf, start = self._allocate(SHELF_BYTES, SHELF_BYTES)
@@ -173,6 +175,13 @@ class Arena:
                 free.extend(range(start, start + SHELF_BYTES, size))
             offset = free.popleft()
             return Block(self.mapping, offset, nbytes, free), offset
+
+    def _check_open(self) -> None:
+        if self.descriptor < 0:
+            raise MemoryError(
+                "the shared memory of this session has ended; call fastps.init(), and use what is "
+                "made then"
+            )
 
     def _allocate(self, nbytes: int, size: int) -> tuple[Block, int]:
         if self._is_next(size):  # common: a loop whose results have one size

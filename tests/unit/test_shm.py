@@ -77,6 +77,9 @@ def test_blocks_never_overlap_and_come_back(steps):
     assert offset == 0
     del whole
     arena.close()
+    held.clear()
+    with pytest.raises(MemoryError, match="has ended"):
+        arena.allocate(1)
 
 
 @settings(max_examples=50, deadline=None)
