@@ -143,6 +143,7 @@ ClaimOf: TypeAlias = Callable[["Purpose", int, int], Claim | None]
 
 def derive_key(token: bytes, purpose: str, job_id: str) -> bytes:
     """Return the key of one purpose within one job, from the job token; 32 bytes."""
+    _check_kept(token)
     parts = [b"fastps key", purpose.encode(), job_id.encode()]
     message = b"".join(struct.pack("<I", len(part)) + part for part in parts)
     return hmac.digest(token, message, "sha256")
@@ -417,7 +418,17 @@ def _prove(key: bytes, direction: bytes, hello: bytes, rest: bytes) -> bytes:
 
     Sizes of all parts are fixed, or follow from earlier parts: joining them is unambiguous.
     """
+    _check_kept(key)
     return hmac.digest(key, direction + hello + rest, hashlib.sha256)
+
+
+def _check_kept(secret: bytes) -> None:
+    """Raise AuthError for a secret that was overwritten: all know what it is now."""
+    if secret and not any(secret):
+        raise AuthError(
+            "this secret was overwritten when its process was forked; connect in the process "
+            "that called fastps.init()"
+        )
 
 
 def _challenge_refusal(status: Status, options: Option = Option.NONE) -> bytes:

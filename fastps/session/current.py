@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _current: Session | None = None
 _met: Rendezvous | None = None  # with workers of another launcher; as long as the process lives
+_is_taken = False  # by the parent of this process: its place in the job of another launcher
 _changes = Condition()  # guards the next two, and who changes the session
 _starting: _Start | None = None
 _closing: int | None = None  # the thread that does
@@ -93,9 +94,10 @@ def _check_reentry(call: str) -> None:
 
 def _forget_changes_in_child() -> None:
     """Let a forked child begin anew: the threads that were at it are not in it."""
-    global _changes, _starting, _closing
+    global _changes, _starting, _closing, _is_taken
     _changes, _starting, _closing = Condition(), None, None
     if _current is not None and _met is not None:
+        _is_taken = True
         from fastps.security.tokens import wipe_text  # noqa: PLC0415  (imported since init())
 
         wipe_text(str(_met.settings.get("token", "")))
@@ -138,7 +140,7 @@ def _join(
     from fastps.control import foreign_launch  # noqa: PLC0415
 
     global _met
-    if _current is not None:
+    if _is_taken:
         raise NotInitializedError(
             "this process was forked from one that called fastps.init(), and its place in that "
             "job is taken; call init() in the process that trains"

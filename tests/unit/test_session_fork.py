@@ -79,6 +79,9 @@ def test_a_child_forgets_the_token_that_its_parent_was_told(monkeypatch: pytest.
     def look() -> int:
         with pytest.raises(NotInitializedError, match="its place in that job is taken"):
             fastps.init(size=1, num_servers=0)
+        fastps.shutdown()  # which takes no place in any job
+        with pytest.raises(NotInitializedError, match="its place in that job is taken"):
+            fastps.init(size=1, num_servers=0)
         return int(told.strip("0") != "")
 
     try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fastps.errors import AuthError, ConfigError, ProtocolError
 from fastps.launch.secrets import main as command
+from fastps.security.handshake import ClientHandshake, Purpose, ServerHandshake
 from fastps.security.tokens import (
     ROLES,
     Token,
@@ -107,6 +108,11 @@ def test_a_child_can_forget_what_it_has_no_use_for(is_own):
     assert own.secret == keys.memory == bytes(32)
     if is_own:
         assert all(keys.of(peer) == bytes(32) for peer in range(3))
+    with pytest.raises(AuthError, match="was overwritten"):
+        own.key("data", "job")
+    hello = ClientHandshake(keys.memory, purpose=Purpose.MEMORY, sender=0).hello()
+    with pytest.raises(AuthError, match="was overwritten"):
+        ServerHandshake(keys.memory).challenge(hello)
     wipe(Token(b""), None)
 
 
