@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from fastps.errors import ConfigError
 from fastps.session.current import current
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array, Handle, MappedHandle
+
+if TYPE_CHECKING:
+    from fastps.session.session import Session
 
 # lambda, or a Compensation; "adaptive": lambda_0 = 2 and decay 0.95, of the paper's section 6.1
 Compensating: TypeAlias = float | Literal["adaptive"] | Compensation
@@ -62,10 +65,16 @@ class ServerParameters:
         self._given = list(parameters)
         self._names = [prefix + name for name in parameters]
         self._dtype = dtype
-        self._session = current()
+        self._home = current()
         self._copies: dict[str, Array] = {}  # of parameters that encoded answers update
         if self._session.size > 1:
             self._seed(compression)
+
+    @property
+    def _session(self) -> Session:
+        """Return the session that holds them; ShutdownError once that has ended."""
+        self._home.check_usable()
+        return self._home
 
     def _seed(self, compression: Choice) -> None:
         specs = [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 import fastps
-from fastps.errors import ConfigError, MismatchError, StallError
+from fastps.errors import ConfigError, MismatchError, ShutdownError, StallError
 from fastps.session import current as _current
 
 COUNT, STEPS = 30_001, 24
@@ -152,4 +152,12 @@ def without_servers() -> str:
         return refused({"w": np.zeros(3)})
     held = fastps.ServerParameters({"w": np.ones(3)})
     assert (held.push({"w": np.ones(3)})[0] == 2).all()
+    kept = held.kept()
+    fastps.shutdown()
+    for use in (lambda: held.push({"w": np.ones(3)}), lambda: held.restore(kept)):
+        try:
+            use()
+        except ShutdownError:
+            continue
+        return "used after shutdown()"
     return ""
