@@ -206,5 +206,6 @@ cdef class Windows:
     cdef Engine state
     cdef Exchange exchange
     cdef dict in_flight         # keeps actions until they were waited for
+    cdef list given_up          # windows that could not be freed: frames still land in them
     cdef object __weakref__
     cdef int prune(self) except -1

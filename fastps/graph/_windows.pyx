@@ -107,7 +107,7 @@ cdef class Windows:
         if exchange.window_owner is not None:
             raise ValueError("the exchange has windows already: make one Windows object of it")
         self.exchange = exchange
-        self.in_flight = {}
+        self.in_flight, self.given_up = {}, []
         engine.exchange = exchange.state
         engine.me = exchange.state.me
         engine.n_members = exchange.state.n_members
@@ -439,7 +439,10 @@ cdef class Window:
     # ---- the end ----
 
     def free(self, *, double timeout_s=10.0):
-        """Stop frames from landing; return False where some still do. Idempotent."""
+        """Stop frames from landing; return False where some still do. Idempotent.
+
+        Such a window and its memory stay as long as its engine.
+        """
         cdef Engine* engine = self.state.engine
         cdef int64_t deadline = deadline_of(timeout_s)
         cdef bint is_free = False
@@ -454,6 +457,8 @@ cdef class Window:
                 self.is_listed = False
             else:
                 time.sleep(NAP_S)
+        if self.is_listed:
+            self.engine.given_up.append(self)
         return not self.is_listed
 
     def __dealloc__(self):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,12 +18,16 @@ from hypothesis import strategies as st
 from window_fleet import TIMEOUT_S, WAYS, Fleet, done, spread
 
 from aids.faces import threads_alive
+from aids.wire import FrameKind, Header, pack_header
 from fastps import topology
 from fastps._core import CopyPool
+from fastps.collectives._exchange import Exchange
 from fastps.errors import Status
 from fastps.graph._windows import Window, Windows
 from fastps.topology import Topology
+from fastps.transport.tcp._transport import TcpTransport
 from fastps.types import DType
+from fastps.worker._engine import WorkerEngine
 
 WEIGHTS = (0.0, 0.25, 0.5, 1.0, 2.0)  # so that sums are exact
 COUNTS = (0, 1, 5, 20_003, 40_000)
@@ -349,3 +355,35 @@ def test_a_window_that_was_freed_refuses(make):
     if fleet.way == "frames":
         assert windows[1].put(arrays[1], {0: 1.0}).wait(timeout_s=TIMEOUT_S) == Status.MISMATCH
         assert windows[1].get({0: 1.0}).wait(timeout_s=TIMEOUT_S) == Status.MISMATCH
+
+
+def test_a_window_that_is_given_up_stays_while_a_frame_lands():
+    """The peer has stopped in the middle of a frame, and goes on later."""
+    nbytes, put = 4 << 20, 1
+    fleet = Fleet(2)
+    transport = TcpTransport()
+    lone = Exchange(me=0, n_members=2, engine=WorkerEngine(me=0, n_members=2, lanes={}))
+    fleet.homes[0], home = Windows(lone), fleet.homes[0]
+    near, far = socket.socketpair()
+    try:
+        transport.adopt(near.detach(), lone, peer=1)
+        arrays = [np.zeros(nbytes, np.uint8) for _ in range(2)]
+        windows = fleet.create(topology.fully_connected_graph(2), arrays)
+        head = Header(kind=FrameKind.WINDOW, flags=put, key=1, key_version=1, sender=1,
+                      dtype=int(DType.UINT8), length=nbytes)  # fmt: skip
+        far.sendall(pack_header(head) + bytes(nbytes // 2))  # more than the socket holds
+        assert not windows[0].free(timeout_s=0.05)
+        windows.clear()
+        fleet.rooms.clear()
+        gc.collect()
+        far.sendall(bytes(nbytes - nbytes // 2))
+        far.settimeout(TIMEOUT_S)
+        assert far.recv(len(pack_header(head))), "no answer to what has landed"
+    finally:
+        far.close()
+        lone.leave()
+        transport.close(timeout_s=TIMEOUT_S)
+        lone.dismiss()
+        assert fleet.homes[0].stop(timeout_s=TIMEOUT_S)
+        fleet.homes[0] = home
+        fleet.close()
