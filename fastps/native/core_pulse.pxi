@@ -454,6 +454,8 @@ cdef class Beats:
         cdef const char* content = payload
         if self.is_forked():
             raise FastPSError("the beats belong to the parent of this process")
+        if self.thread == NULL:
+            raise FastPSError("the beats have ended: make other Beats before you add a socket")
         if not 0 < len(payload) <= HALF_COOKIE:
             raise ValueError(f"a beat has 1 to {HALF_COOKIE} bytes, got {len(payload)}")
         one.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0)

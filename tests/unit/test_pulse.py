@@ -19,6 +19,7 @@ import pytest
 
 from aids import faces
 from fastps import _core
+from fastps.errors import FastPSError
 
 PAYLOAD = b"alive!"
 
@@ -204,6 +205,8 @@ def test_beats_go_to_many_and_end_with_stop():
         pass
     beats.stop()
     beats.stop()
+    with pytest.raises(FastPSError, match="the beats have ended"):
+        beats.add(pairs[0][1].fileno(), b"x")
     for _, theirs in pairs[1:]:
         while theirs.recv(100):
             pass
