@@ -631,6 +631,7 @@ cdef class BaseTransport:
             while link != NULL:
                 if link.fd >= 0:
                     close(link.fd)
+                    link.fd = -1        # the child may give the number to another file
                 link = link.next
 
     cdef int join_threads(self, int64_t deadline) noexcept:

@@ -292,6 +292,7 @@ cdef class WorkerEngine(LinkOwner):
         if record.local != NULL:
             self.local.forget(tensor)
         self.tensors[record.tensor_id] = None
+        tensor.is_retired = True        # whoever still has it starts nothing
 
     # ---- starting ----
 

@@ -33,6 +33,8 @@ def test_a_tensor_in_flight_is_not_forgotten(job):  # noqa: F811
     assert job.tensor.wait(timeout_s=TIMEOUT_S) == OK
     job.engine.forget(job.tensor)
     job.engine.forget(job.tensor)  # nothing is left of it
+    with pytest.raises(FastPSError, match="declare it again"):
+        job.start()
     assert job.engine.statistics()["tensors"] == 0
 
 
