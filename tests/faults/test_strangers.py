@@ -27,15 +27,19 @@ from fastps.security.handshake import (
     ACCEPT_BYTES,
     CHALLENGE_BYTES,
     HELLO_BYTES,
+    PROOF_BYTES,
+    PUBLIC_BYTES,
     ClientHandshake,
     Purpose,
     derive_key,
 )
 from fastps.security.tokens import Token, make_keys
+from fastps.transport.encryption import encryption_options
 from fastps.transport.tcp import dial, pack_lane
 from fastps.types import DType
 
 Address = tuple[str, int]
+MODE = load({"encrypt": os.environ.get("TEST_ENCRYPT") or "off"}, {})  # as all jobs of tests
 HANDSHAKE_S = 2.0
 SPARE_RSS_KIB = 24 << 10  # 384 half-open connections and asyncio's buffers for them
 
@@ -77,13 +81,15 @@ def say(address: Address, data: bytes) -> bytes:
 def wrong_token(address: Address, purpose: Purpose) -> None:
     """Do not know the token, or a proof of it."""
     key = derive_key(b"another token", "control", "job")
-    handshake = ClientHandshake(key, purpose=purpose, sender=0)
     with connected(address) as sock:
+        options = encryption_options(sock, MODE)
+        handshake = ClientHandshake(key, purpose=purpose, sender=0, options=options)
         sock.sendall(handshake.hello())
         with pytest.raises(AuthError):
             handshake.answer(read(sock, CHALLENGE_BYTES))
-        sock.sendall(bytes(32))
-        assert len(read_to_end(sock)) <= ACCEPT_BYTES
+        public = PUBLIC_BYTES if options else 0  # both sides send a key if the job is encrypted
+        sock.sendall(bytes(PROOF_BYTES + public))
+        assert len(read_to_end(sock)) <= ACCEPT_BYTES + public
 
 
 def wrong_version(address: Address) -> None:
@@ -115,8 +121,9 @@ def half_open(address: Address, stack: contextlib.ExitStack) -> list[socket.sock
     for sock in found[20:40]:
         sock.sendall(b"FPSH")
     for sock in found[40:]:
-        hello = ClientHandshake(bytes(32), purpose=Purpose.CONTROL, sender=0).hello()
-        sock.sendall(hello)
+        options = encryption_options(sock, MODE)
+        claim = ClientHandshake(bytes(32), purpose=Purpose.CONTROL, sender=0, options=options)
+        sock.sendall(claim.hello())
     return found
 
 
@@ -221,11 +228,15 @@ def test_nobody_takes_the_place_of_a_worker():
         token = Token(job.token.encode())
         for sender, lane in ((0, 1 << 8), (7, 1 << 8), (0, (1 << 8) + 9)):
             key = make_keys(token, job.job_id, sender, 0).of(2)
-            handshake = ClientHandshake(key, purpose=Purpose.DATA, sender=sender, lane=lane)
             with connected((host, int(port))) as sock:
+                handshake = ClientHandshake(
+                    key, purpose=Purpose.DATA, sender=sender, lane=lane,
+                    options=encryption_options(sock, MODE),
+                )  # fmt: skip
                 sock.sendall(handshake.hello())
                 sock.sendall(handshake.answer(read(sock, CHALLENGE_BYTES)))
-                assert len(read_to_end(sock)) <= ACCEPT_BYTES, "a second worker 0 was let in"
+                said = read_to_end(sock)
+                assert len(said) <= handshake.accept_nbytes, "a second worker 0 was let in"
         for worker in job.workers:
             worker.send(signal.SIGUSR1)
         job.results()
@@ -267,7 +278,7 @@ def test_member_that_sends_nonsense_is_cut_off_and_named(kind):
             "scheduler_host": "127.0.0.1", "scheduler_port": job.scheduler_port, "size": 2,
             "num_servers": 1, "rank": 1, "token": job.token, "job_id": job.job_id,
         }  # fmt: skip
-        config = load(settings, {"FASTPS_ENCRYPT": os.environ.get("TEST_ENCRYPT") or "off"})
+        config = load(settings | {"encrypt": MODE.encrypt}, {})
         client = ControlClient.connect(
             config, role="worker", data_address=None, on_event=lambda event: None
         )
