@@ -7,8 +7,8 @@ order; from other machines it is a connection.
 
 `CauseListener` learns from a scheduler on another machine which member was lost first. A lost
 worker of this machine may be stopped, or may have ended with success in the middle of the job;
-then only the scheduler knows that it is lost. If the scheduler cannot be reached the
-first cause stays unknown, without an error.
+then only the scheduler knows that it is lost. In an elastic job it listens to each scheduler that
+takes over, too. If none can be reached the first cause stays unknown, without an error.
 
 Used from the launcher's main thread; threads make the connections, so that the job's loop never
 waits.
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from fastps.config import Config, load
+from fastps.control.client import REDIAL_S
 from fastps.control.dial import dial_control
 from fastps.control.frames import ControlSocket
 from fastps.control.protocol import (
@@ -46,6 +47,7 @@ from fastps.native.condition import Flag
 from fastps.security.tokens import parse
 
 REPORT_S = 2.0  # for a report to a scheduler on another machine
+_AGAIN_S = 0.1  # between tries to reach a scheduler that takes over
 _JOIN_S = 1.0  # for the listener's thread to end
 Place = tuple[str, int]  # role and rank
 
@@ -105,10 +107,10 @@ class Messenger:
 
     def close(self) -> None:
         """Wait until all reports are sent, up to REPORT_S, unless the scheduler needs none."""
-        is_over = self._cause_listener is not None and self._cause_listener.is_over
+        is_away = self._cause_listener is not None and self._cause_listener.is_away
         if self._cause_listener is not None:
             self._cause_listener.close()
-        until = time.monotonic() + (0.0 if is_over else REPORT_S)
+        until = time.monotonic() + (0.0 if is_away else REPORT_S)
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
 
@@ -121,50 +123,65 @@ class CauseListener:
         self.first_cause: PeerLost | None = None
         self._settings, self._place = settings, place
         self._answered = Flag()
-        self._control: ControlSocket | None = None  # once the first frame is sent
+        self._control: ControlSocket | None = None  # while frames are received
+        self._has_listened = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)
         self._thread.start()
 
     @property
     def is_over(self) -> bool:
-        """Return whether the scheduler has told the first cause, or has gone."""
+        """Return whether the scheduler has told the first cause, or has gone for good."""
         return self.first_cause is not None or not self._thread.is_alive()
+
+    @property
+    def is_away(self) -> bool:
+        """Return whether the scheduler has gone, though another one may take over."""
+        return self.is_over or (self._has_listened and self._control is None)
 
     def wait_ends(self, places: Sequence[Place], timeout_s: float) -> None:
         """Wait until the scheduler has seen these processes end, if it can be reached."""
         with contextlib.suppress(OSError, FastPSError):
-            if self._control is not None and self.first_cause is None:
-                self._control.send(pack_to_scheduler(AwaitEnds(1, tuple(places))))
+            if (control := self._control) is not None and self.first_cause is None:
+                self._answered.clear()
+                control.send(pack_to_scheduler(AwaitEnds(1, tuple(places))))
                 self._answered.wait(timeout_s)
 
     def close(self) -> None:
         """End the connection. Blocks up to _JOIN_S."""
         self._is_closed = True
-        if self._control is not None:
+        if (control := self._control) is not None:
             with contextlib.suppress(OSError):
-                self._control.sock.shutdown(socket.SHUT_RDWR)
+                control.sock.shutdown(socket.SHUT_RDWR)
             self._thread.join(_JOIN_S)
 
     def _listen(self) -> None:
-        try:
-            settings, (role, rank) = self._settings, self._place
-            token = parse(settings.token_bytes(), role, rank)
-            until = time.monotonic() + settings.start_timeout_s
-            with dial_control(settings, token, deadline=until) as control:
-                control.sock.settimeout(None)
-                control.send(pack_to_scheduler(Attend(role, rank)))
-                self._control = control
-                if self._is_closed:
-                    return
-                for message in _messages(control):
+        """Listen to the scheduler, and to those that take over; else the cause stays unknown."""
+        until = time.monotonic() + self._settings.start_timeout_s
+        while not (self._is_closed or self.first_cause):
+            with contextlib.suppress(FastPSError, OSError):
+                self._attend(until)
+                until = time.monotonic() + REDIAL_S
+            self._control = None
+            self._answered.set()
+            may_be_followed = self._settings.is_elastic and self._has_listened
+            if not may_be_followed or time.monotonic() >= until:
+                return
+            time.sleep(_AGAIN_S)
+
+    def _attend(self, until: float) -> None:
+        """Listen until the connection ends. Raises FastPSError, OSError if it does not begin."""
+        settings, (role, rank) = self._settings, self._place
+        token = parse(settings.token_bytes(), role, rank)
+        with dial_control(settings, token, deadline=until) as control:
+            control.sock.settimeout(None)
+            control.send(pack_to_scheduler(Attend(role, rank)))
+            self._control, self._has_listened = control, True
+            with contextlib.suppress(FastPSError, OSError):
+                for message in () if self._is_closed else _messages(control):
                     if isinstance(message, PeerLost):
                         self.first_cause = self.first_cause or message
                     self._answered.set()
-        except (OSError, FastPSError):
-            pass  # the scheduler has ended, or cannot be reached: the cause stays unknown
-        finally:
-            self._answered.set()
 
 
 def _messages(control: ControlSocket) -> Iterator[ToMember]:

@@ -82,6 +82,19 @@ def test_the_launcher_of_one_of_two_machines_starts_another_one(tmp_path):
     assert len(re.findall(r"^\[fastps-run\].* takes over$", shown, re.M)) == 3, shown
 
 
+def test_the_other_launcher_hears_the_first_cause_from_the_one_that_took_over(tmp_path):
+    """It cannot see itself that its worker, which is only stopped, is lost."""
+    with two_launchers(tmp_path, steps=400, least="3") as (here, there):
+        there.wait("STEP", 10)
+        here.kill_scheduler()
+        there.wait("VIEW 2")
+        there.kill_worker(2, signal.SIGSTOP)
+        shown = there.end()
+        here.end()
+    assert there.process.returncode != 0
+    assert re.search(r"worker 2 \(pid \d+\) is lost: it was silent", shown.splitlines()[-1]), shown
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_worker_dies_too_and_the_job_can_be_made_again(layout, tmp_path):
     log = tmp_path / "views.jsonl"
