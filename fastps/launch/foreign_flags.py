@@ -31,10 +31,6 @@ ADVICE = {
     "--mpi": "fastps does not use MPI",
     "--oversubscribe": "any number of workers may be started",
     "--allow-run-as-root": "root may run jobs",
-    "--min-np": "a job has a fixed number of workers; --restarts N starts it again, and "
-    "hvd.elastic continues from its last commit",
-    "--max-np": "a job has a fixed number of workers; --restarts N starts it again",
-    "--host-discovery-script": "a job has fixed hosts: -H a:4,b:4, or --hostfile",
     "--output-filename": "use --output-dir DIR",
     "--log-dir": "use --output-dir DIR",
 }

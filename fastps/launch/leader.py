@@ -9,7 +9,9 @@ The first failure ends the whole job. The token goes only through the followers'
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import secrets
@@ -25,6 +27,7 @@ from fastps.config import load
 from fastps.config.versions import version_of
 from fastps.errors import ConfigError
 from fastps.launch.cause import Cause, Part
+from fastps.launch.discovery import HostScript, await_slots, slots_of
 from fastps.launch.exit_report import (
     EXIT_SETTINGS,
     make_screen,
@@ -32,7 +35,8 @@ from fastps.launch.exit_report import (
     show_end,
     wants_live,
 )
-from fastps.launch.hosts import Host
+from fastps.launch.growth import Growth
+from fastps.launch.hosts import Host, place
 from fastps.launch.job import Job, SignalInbox
 from fastps.launch.limits import StartError, provide_descriptors
 from fastps.launch.machine import Machine
@@ -105,24 +109,57 @@ def _run(
     """Start a follower on every machine and wait for the end of all."""
     become_subreaper()
     inherited = inherited_environment(environment)
+    script = None
+    if options.host_script:
+        script = HostScript(
+            options.host_script, options.layout.workers[0], lambda text: screen.report(text)
+        )
+        patience_s = options.start_timeout_s or START_S
+        found = await_slots(script, options.n_at_start, patience_s, inbox)
+        if isinstance(found, Cause):
+            return found
+        options = on_hosts(options, found)
+    start = functools.partial(
+        _start_machine, inherited=inherited, token=token, screen=screen,
+        mark=f"fastps-{secrets.token_hex(_MARK_BYTES)}",
+    )  # fmt: skip
     fleet = Fleet(options, screen, inbox, goes_on=goes_on(options, inherited))
-    mark = f"fastps-{secrets.token_hex(_MARK_BYTES)}"
     without_scheduler = dataclasses.replace(options.layout, machine=1)  # it runs on machine 0
     try:
         provide_descriptors(without_scheduler, n_children=len(options.hosts))
         for number, host in enumerate(options.hosts):
-            way = way_to(host, options)
-            words = request(options, number, way, inherited) | {"mark": mark, "token": token}
-            machine = Machine(
-                number, host.address, command(host, way, options, inherited),
-                environment=_local(inherited, way), screen=screen, mark=mark,
-                python=_python(options),
-            )  # fmt: skip
-            fleet.add_machine(machine)
-            machine.order(words)
+            fleet.add_machine(start(options, host, number, number))
     except StartError as error:
         fleet.set_cause(Cause(str(error), error.exit_code))
-    return fleet.run()
+    if script is None:
+        return fleet.run()
+    fleet.grow = Growth(options, script, start, screen)
+    with contextlib.closing(script):
+        return fleet.run()
+
+
+def on_hosts(options: Options, hosts: Sequence[Host]) -> Options:
+    """Return the options of a job that begins on hosts that a script has listed."""
+    total = min(slots_of(hosts), options.elastic_max or 0)
+    layout = place(hosts, None, None, None, total=total)
+    hosts = hosts[: len(layout.workers)]
+    layout = dataclasses.replace(layout, names=tuple(host.address for host in hosts))
+    return dataclasses.replace(options, hosts=tuple(hosts), layout=layout)
+
+
+def _start_machine(
+    options: Options, host: Host, place: int, number: int, *, inherited: Mapping[str, str],
+    token: str, screen: Screen, mark: str,
+) -> Machine:  # fmt: skip
+    """Start the follower of a host, and request its share; place: of the host in the layout."""
+    way = way_to(host, options)
+    machine = Machine(
+        number, host.address, command(host, way, options, inherited),
+        environment=_local(inherited, way), screen=screen, mark=mark, python=_python(options),
+    )  # fmt: skip
+    words = request(options, place, way, inherited)
+    machine.order(words | {"mark": mark, "token": token})
+    return machine
 
 
 class Fleet(Job):
@@ -138,6 +175,8 @@ class Fleet(Job):
         )  # fmt: skip
         self._options = options
         self._machines: list[Machine] = []
+        self._addresses: dict[str, Any] = {}  # that a machine needs to begin, once they are known
+        self.grow: Growth | None = None
         self._line = MergedLine()
         self._patience_s = options.start_timeout_s or START_S
         self._answer_by: float | None = time.monotonic() + self._patience_s
@@ -153,19 +192,28 @@ class Fleet(Job):
     def _on_news(self, machine: Machine, news: Mapping[str, Any]) -> None:
         if self.cause is not None:
             return
-        ready = [one for one in self._machines if one.is_ready]
+        is_first = machine.rank < len(self._options.hosts)
+        ready = [one for one in self._first if one.is_ready]
         if "paces" in news:
             self._line.update(machine.rank, news["paces"])
         elif "bound" in news and machine.rank == 0:
-            for other in self._machines[1:]:
-                other.begin(self._addresses(news["bound"]))
+            self._addresses = self._addresses_at(news["bound"])
+            for other in self._first[1:]:
+                other.begin(self._addresses)
+        elif "ready" in news and not is_first:
+            machine.begin(self._addresses)
         elif "ready" in news and len(ready) == len(self._options.hosts):
             self._answer_by = None
-            self._machines[0].begin(self._addresses(self._options.scheduler_port))
+            self._machines[0].begin(self._addresses_at(self._options.scheduler_port))
 
-    def _addresses(self, port: int) -> dict[str, Any]:
+    @property
+    def _first(self) -> list[Machine]:
+        """List the machines of the start."""
+        return self._machines[: len(self._options.hosts)]
+
+    def _addresses_at(self, port: int) -> dict[str, Any]:
         """Return the address of the scheduler, and of rank 0's port for tools of PyTorch."""
-        facts = [machine.facts for machine in self._machines]
+        facts = [machine.facts for machine in self._first]
         host = self._options.scheduler_host or rendezvous_host(facts)
         first = next(place for place, count in enumerate(self._options.layout.workers) if count)
         rank_0 = host if first == 0 else rendezvous_host([facts[first], *facts])
@@ -179,10 +227,25 @@ class Fleet(Job):
 
     def _can_spare(self, part: Part) -> bool:
         """Return whether others may go on: the scheduler is on machine 0, and knows."""
-        return isinstance(part, Machine) and part.has_begun and part.rank != 0
+        is_late = part.rank >= len(self._options.hosts)  # and may not have begun
+        return isinstance(part, Machine) and part.rank != 0 and (part.has_begun or is_late)
+
+    def _take_failed(self, failed: Sequence[Part]) -> None:
+        gone = [] if self.grow is None else [part for part in failed if self.grow.has_gone(part)]
+        self._lost += gone  # as it was told to
+        if left := [part for part in failed if part not in gone]:
+            super()._take_failed(left)
+
+    def _serve(self, timeout_s: float) -> None:
+        super()._serve(timeout_s)
+        if self.grow is not None and self._addresses and not (self.cause or self._is_stopping):
+            for machine in self.grow.follow(self._machines, time.monotonic()):
+                self.add_machine(machine)
 
     def _sleep_s(self, now: float, until: float | None) -> float:
         wait_s = super()._sleep_s(now, until)
+        if self.grow is not None:
+            wait_s = min(wait_s, self.grow.wait_s(now))
         return wait_s if self._answer_by is None else min(wait_s, max(self._answer_by - now, 0.0))
 
     def _check_timeout(self) -> None:

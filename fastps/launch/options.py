@@ -171,10 +171,10 @@ class Options:
         "fail (default): end the job when a worker fails; reweight: let the others continue, if "
         "they average with neighbors or train parameters of servers (FASTPS_ON_LOSS)",
         choices=("fail", "reweight"))
-    elastic_min: int | None = word(HOW_MANY, "--min", None, count(1, 65536), "N",
+    elastic_min: int | None = word(HOW_MANY, "--min --min-np", None, count(1, 65536), "N",
         "go on with the others when workers or servers are lost, as long as N workers are left "
         "(FASTPS_ELASTIC_MIN; default: a loss ends the job)")
-    elastic_max: int | None = word(HOW_MANY, "--max", None, count(1, 65536), "N",
+    elastic_max: int | None = word(HOW_MANY, "--max --max-np", None, count(1, 65536), "N",
         "with --min: let workers join the running job, up to N (FASTPS_ELASTIC_MAX; default: "
         "nobody joins)")
     respawn: int = word(HOW_MANY, "--respawn", 0, count(0, 1000000), "N",
@@ -198,7 +198,12 @@ class Options:
     join: tuple[str, int] | None = word(MACHINES, "--join", None, _address, "HOST:PORT",
         "start workers that join a running job of --max: the address of its scheduler; they need "
         "its --token-file, and its --job-id if it has one")
+    host_script: str = word(MACHINES, "--host-discovery-script", "", str, "SCRIPT",
+        "with --min and --max: run the job by ssh on the hosts that the script lists, a line "
+        "such as a:4 for each; it runs each second, workers join on new hosts, and leave those "
+        "that have vanished")
     hosts: tuple[Host, ...] = ()
+    n_at_start: int = 0  # least number of workers with which a job of host_script begins
     is_placed: bool = True  # the user has named the machines
     is_counted: bool = True  # the user has given a number of workers
     has_srun: bool = False  # the hosts are nodes of our SLURM allocation
@@ -258,7 +263,7 @@ class Options:
     def is_open(self) -> bool:
         """Return whether processes of other machines are, or may come to be, in the job."""
         is_named = bool(self.elastic_max and self.scheduler_host and self.scheduler_port)
-        return self.layout.is_spread or is_named
+        return self.layout.is_spread or is_named or bool(self.host_script)
 
 
 def parse(arguments: Sequence[str]) -> Options:
@@ -286,6 +291,9 @@ def parse(arguments: Sequence[str]) -> Options:
                 "-np is the number of workers of each machine and -n of the whole job; give one "
                 "of them"
             )
+        if found.get("host_script"):
+            others = (hosts, machines, machine, servers, validators)
+            _check_discovery(found, is_alone=all(one in (None, ()) for one in others))
         if hosts:
             _check_alone(machines, machine, hosts)
             layout = place(hosts, workers, servers, validators, total=total)
@@ -293,7 +301,8 @@ def parse(arguments: Sequence[str]) -> Options:
             check_all_have_work(layout, hosts)
             layout = dataclasses.replace(layout, names=tuple(host.address for host in hosts))
         else:
-            workers = workers if total is None else split_evenly(total, machines or 1)
+            if total is not None and not found.get("host_script"):
+                workers = split_evenly(total, machines or 1)
             counts = (workers or (1,), servers or (0,), validators or (0,))
             layout = make_layout(*counts, machines=machines, machine=machine)
         if found.get("join"):
@@ -302,10 +311,12 @@ def parse(arguments: Sequence[str]) -> Options:
         parser.error(str(error))
     is_placed = bool(hosts) or machine is not None or machines is not None or layout.is_spread
     found |= {"hosts": hosts, "is_placed": is_placed, "is_counted": workers is not None}
+    if found.get("host_script"):
+        found |= {"is_placed": True, "n_at_start": max(total or found["elastic_min"], 2)}
     options = Options(command=tuple(command), layout=layout, **found)
     if options.spares:
         _check_spares(options, parser)
-    if hosts:
+    if hosts or options.host_script:
         return options
     if layout.is_spread and options.restarts:
         parser.error(
@@ -318,6 +329,26 @@ def parse(arguments: Sequence[str]) -> Options:
             "example: --scheduler-host 10.0.0.1 --scheduler-port 7654"
         )
     return options
+
+
+def _check_discovery(found: dict[str, Any], *, is_alone: bool) -> None:
+    if not is_alone:
+        raise ValueError(
+            "--host-discovery-script lists the hosts and their numbers of workers; leave out -s, "
+            "-v, -H, --hostfile, --machines and --machine-rank"
+        )
+    if not (found.get("elastic_min") and found.get("elastic_max")):
+        raise ValueError(
+            "--host-discovery-script needs --min and --max, the least and the largest number of "
+            "workers, since hosts come and go"
+        )
+    for name in ("join", "spares", "is_dry_run"):
+        if found.get(name):
+            raise ValueError(
+                f"--{name.removeprefix('is_').replace('_', '-')} does not go with "
+                "--host-discovery-script, whose hosts are not known before; leave it out (workers "
+                "beyond --max wait as spares)"
+            )
 
 
 def _check_spares(options: Options, parser: argparse.ArgumentParser) -> None:
@@ -337,6 +368,15 @@ def _check_spares(options: Options, parser: argparse.ArgumentParser) -> None:
         )
 
 
+def joining_layout(n_workers: int) -> Layout:
+    """Lay out workers of one machine that join a job elsewhere.
+
+    A rank has a token, which lets one process in at a time: these have ranks that no other has.
+    """
+    first = FIRST_OF_OTHERS + secrets.randbelow(MAX_PROCESSES - FIRST_OF_OTHERS - n_workers)
+    return Layout((0, n_workers), (0, 0), 1, (0, 0), first=first)
+
+
 def _joining(layout: Layout, found: dict[str, Any], *, is_placed: bool) -> Layout:
     """Lay out workers of this machine that join a job elsewhere. Raises ValueError."""
     if is_placed or layout.is_spread or layout.num_servers or layout.num_validators:
@@ -345,9 +385,7 @@ def _joining(layout: Layout, found: dict[str, Any], *, is_placed: bool) -> Layou
             "other machines"
         )
     found["scheduler_host"], found["scheduler_port"] = found["join"]
-    # a rank has a token, which lets one process in at a time: take ranks that no other worker has
-    first = FIRST_OF_OTHERS + secrets.randbelow(MAX_PROCESSES - FIRST_OF_OTHERS - layout.size)
-    return Layout((0, layout.size), (0, 0), 1, (0, 0), first=first)
+    return joining_layout(layout.size)
 
 
 def _hosts(listed: str | None, hostfile: pathlib.Path | None) -> tuple[Host, ...]:

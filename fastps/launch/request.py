@@ -40,5 +40,7 @@ def unpack(words: Mapping[str, Any]) -> Options:
     given |= {name: given[name] and pathlib.Path(given[name]) for name in _PATHS}
     given["command"] = tuple(given["command"])
     given["environment"] = tuple((name, value) for name, value in given["environment"])
-    here = Layout(workers, servers, int(layout["machine"]), validators, names)
+    here = Layout(
+        workers, servers, int(layout["machine"]), validators, names, int(layout["first"])
+    )
     return Options(layout=here, **given)

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         make_screen(options, environment).report(str(error), is_alarm=True)
         return EXIT_SETTINGS
-    if options.hosts:
+    if options.hosts or options.host_script:
         return lead(options, environment=environment)
     return launch(options, environment=environment)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import time
@@ -10,8 +11,8 @@ from pathlib import Path
 
 from fork_server import FORKING_PYTHON, forking
 from harness import ROOT, clean_environ, slowed
+from watched_job import Run, two_launchers
 from watched_job import job as watched
-from watched_job import two_launchers
 
 PROGRAM = """
 import os, signal, sys, time
@@ -40,6 +41,15 @@ print("LAST", state.bits, fastps.size(), flush=True)
 """
 
 
+SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+FASTPS_MACHINE=$2
+export FASTPS_MACHINE
+shift 2
+exec sh -c "$*"
+"""
+
+
 def write_program(folder: Path, *, victim: int = 0, until: int = 7, steps: int = 2000) -> str:
     path = folder / "train.py"
     text = PROGRAM.replace("VICTIM", str(victim)).replace("UNTIL", str(until))
@@ -47,10 +57,10 @@ def write_program(folder: Path, *, victim: int = 0, until: int = 7, steps: int =
     return str(path)
 
 
-def launch(*words: str) -> subprocess.Popen[str]:
+def launch(*words: str, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [str(FORKING_PYTHON), "-m", "fastps.launch.run", *words],
-        env=forking(clean_environ()) | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+        env=forking(clean_environ()) | {"PYTHONPATH": str(ROOT)} | more, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -96,6 +106,41 @@ def test_each_of_two_launchers_starts_workers_instead_of_its_lost_ones(tmp_path)
         shown = there.end(), here.end()
     assert (there.process.returncode, here.process.returncode) == (0, 0), shown
     assert [text.count("LAST 7 3") for text in shown] == [1, 2], shown
+
+
+def test_hosts_that_a_script_lists_come_and_go(tmp_path):
+    """The script fails once; ssh is a shell of this machine."""
+    ssh, script, listed = (tmp_path / name for name in ("ssh", "script", "hosts"))
+    script.write_text(f"#!/bin/sh\ncat {listed}\n")
+    ssh.write_text(SSH)
+    for path in (ssh, script):
+        path.chmod(0o755)
+
+    def listing(text: str) -> None:
+        (tmp_path / "new").write_text(text)
+        (tmp_path / "new").rename(listed)
+
+    listing("a:2\n")
+    words = ("--host-discovery-script", str(script), "--min-np", "1", "--max-np", "4")
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = Run(launch(*words, str(FORKING_PYTHON), write_program(tmp_path, until=11), **path))
+    try:
+        run.wait("a worker [01]\\] BEGUN", 2)
+        listed.unlink()
+        run.wait("script ended with exit code 1: cat: .*; it is asked again")
+        listing("a:2\nc:1\n")
+        run.wait("c worker .*BEGUN")
+        listing("a:2\n")
+        run.wait("BEGUN", 7)
+        listing("a:2\nb slots=2\n")
+        shown = run.end()
+    finally:
+        run.process.kill()
+        run.end()
+    assert run.process.returncode == 0, shown
+    assert shown.count("LAST 11 4") == 4, shown
+    assert "c is listed no more; its workers leave" in shown
+    assert "continue without it" not in shown
 
 
 def test_a_program_without_a_boundary_says_where_to_communicate(tmp_path):

@@ -157,8 +157,12 @@ def test_torchruns_words_for_several_machines():
         (["--nproc-per-node", "gpu"], "whole number"),
         (["--rdzv-endpoint", "a:1"], "--scheduler-host"),
         (["--standalone"], "one machine needs no flag"),
-        (["--min-np", "2"], "--restarts"),
-        (["--host-discovery-script", "x"], "-H a:4,b:4"),
+        (["--host-discovery-script", "x", "--min-np", "2"], "needs --min and --max"),
+        (["--host-discovery-script", "x", "-H", "a"], "lists the hosts"),
+        (
+            ["--host-discovery-script", "x", "--min-np", "2", "--max-np", "4", "-s", "1"],
+            "leave out -s",
+        ),
     ],
 )
 def test_words_that_mean_something_else_are_answered(words, answer, capsys):
