@@ -536,11 +536,14 @@ def trained(where, rank, *, passes=1, is_hidden=False, **options):
     return [*found, *(p.detach() for p in model.parameters())]
 
 
+def compiles(size):
+    """Return whether to compile: it takes seconds, and no result of it depends on more workers."""
+    return size == 2 and torch.__version__ >= (2, 8)  # refused before
+
+
 def our_wrapper_in_compiled_autograd(rank, size, where, **options):
     """Compare with the bits that autograd's own engine makes; each graph runs several times."""
-    if torch.__version__ < (2, 8):  # refused; see passes_in_compiled_autograd_that_fail
-        return
-    if size > 2:  # it compiles for seconds, and nothing of that depends on the others
+    if not compiles(size):
         return
     want, got = (trained(at, rank, **options) for at in ("nowhere", where))
     for one, other in zip(want, got, strict=True):
@@ -593,7 +596,7 @@ def passes_in_compiled_autograd_that_fail(rank, size):
     unknown = patch.object(backward_end, "_graph_that_runs", lambda: None)  # of another torch
     with eager, unknown, pytest.raises(fastps.FastPSError, match=r"compiled autograd.*no grad"):
         model(x).sum().backward()
-    if torch.__version__ < (2, 8):
+    if not compiles(size):
         return
     failing = patch.object(model.reducer, "wait", side_effect=fastps.PeerLostError("lost"))
     model.zero_grad()
@@ -614,7 +617,7 @@ def passes_in_compiled_autograd_that_fail(rank, size):
 @check
 def gradients_complete_in_compiled_autograd(rank, size):
     """Where torch looks for NaN at the end of a pass, it still does."""
-    if torch.__version__ < (2, 8):
+    if not compiles(size):
         return
     from torch._dynamo import compiled_autograd as compiled  # noqa: PLC0415
 
