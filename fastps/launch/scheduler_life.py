@@ -5,7 +5,7 @@ A scheduler that is stopped, or whose event loop hangs, answers nothing within a
 waits for a processor or a disk has STARVED_S more, as members have. Looks are counted, not
 seconds: a launcher that gets no processor itself looks less often, and never blames the scheduler
 for that.
-Pure, but for what the kernel says about the process.
+Pure, except for what the kernel says about the process.
 """
 
 from __future__ import annotations
