@@ -125,7 +125,7 @@ class CauseListener:
         self._answered = Flag()
         self._control: ControlSocket | None = None  # while frames are received
         self._has_listened = False
-        self._is_closed = False
+        self._closed = Flag()
         self._thread = threading.Thread(target=self._listen, name="fastps:attend", daemon=True)
         self._thread.start()
 
@@ -149,7 +149,7 @@ class CauseListener:
 
     def close(self) -> None:
         """End the connection. Blocks up to _JOIN_S."""
-        self._is_closed = True
+        self._closed.set()
         if (control := self._control) is not None:
             with contextlib.suppress(OSError):
                 control.sock.shutdown(socket.SHUT_RDWR)
@@ -158,7 +158,7 @@ class CauseListener:
     def _listen(self) -> None:
         """Listen to the scheduler, and to those that take over; else the cause stays unknown."""
         until = time.monotonic() + self._settings.start_timeout_s
-        while not (self._is_closed or self.first_cause):
+        while not (self._closed.is_set() or self.first_cause):
             with contextlib.suppress(FastPSError, OSError):
                 self._attend(until)
                 until = time.monotonic() + REDIAL_S
@@ -167,7 +167,7 @@ class CauseListener:
             may_be_followed = self._settings.is_elastic and self._has_listened
             if not may_be_followed or time.monotonic() >= until:
                 return
-            time.sleep(_AGAIN_S)
+            self._closed.wait(_AGAIN_S)
 
     def _attend(self, until: float) -> None:
         """Listen until the connection ends. Raises FastPSError, OSError if it does not begin."""
@@ -178,7 +178,7 @@ class CauseListener:
             control.send(pack_to_scheduler(Attend(role, rank)))
             self._control, self._has_listened = control, True
             with contextlib.suppress(FastPSError, OSError):
-                for message in () if self._is_closed else _messages(control):
+                for message in () if self._closed.is_set() else _messages(control):
                     if isinstance(message, PeerLost):
                         self.first_cause = self.first_cause or message
                     self._answered.set()
