@@ -21,7 +21,7 @@ from reduce_oracle import (
 )
 
 from aids.kernels import SUM_TYPE
-from fastps.reduce import distance_kernel, kernels, reduce_kernel
+from fastps.reduce import distance_kernel, kernels, reduce_kernel, robust_kernel
 from fastps.types import DType, ReduceOp
 
 GUARD = 64  # bytes on both sides of the output that nobody may touch
@@ -97,6 +97,24 @@ def test_the_median_of_even_many_is_the_mean_of_two():
     for make in (lambda code: reduce_kernel(ReduceOp.TRIMMED_MEAN, code), distance_kernel):
         with pytest.raises(TypeError, match="is for floats, not int32"):
             make(DType.INT32)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e-19, 1e18, 1e25])
+def test_distances_of_all_pairs_equal_numpy_at_any_scale(scale):
+    """The squares of float32 differences may leave its range."""
+    rng = np.random.default_rng(1)
+    function = SUM_TYPE(robust_kernel("pair_distances", DType.FLOAT32))
+    for count in (1, 64, 1500):
+        sources = [(rng.standard_normal(count) * scale).astype(np.float32) for _ in range(3)]
+        sources.append(sources[0].copy())
+        found = np.full((4, 4), -1.0)
+        assert function(table(sources), 4, found.ctypes.data, count, None) == kernels.OK
+        wide = [source.astype(np.float64) for source in sources]
+        wanted = [[np.square(x - y).sum() for y in wide] for x in wide]
+        np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=0)
+    sources[1][700] = np.nan
+    assert function(table(sources), 4, found.ctypes.data, count, None) == kernels.OK
+    assert (np.isnan(found).sum(), found[0, 3]) == (6, 0.0)
 
 
 @pytest.mark.parametrize("code", FLOATS)
