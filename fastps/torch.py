@@ -125,7 +125,6 @@ from fastps.frameworks.torch.decentralized.corrections import (
     DistributedExactDiffusionOptimizer,
     DistributedGradientTrackingOptimizer,
     DistributedNoLoCoOptimizer,
-    DistributedQuasiGlobalOptimizer,
 )
 from fastps.frameworks.torch.decentralized.neighbors import (
     average_parameters,
@@ -252,7 +251,6 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedPullGetOptimizer",
     "DistributedPushSumOptimizer",
-    "DistributedQuasiGlobalOptimizer",
     "DistributedWinPutOptimizer",
     "DuplicateNameError",
     "Elastic",

@@ -235,11 +235,12 @@ def algorithms() -> dict[str, float]:
         (None, 1, recursion.quasi_global_adam(21)),
     ):  # fmt: skip
         x = trained(
-            fps.DistributedQuasiGlobalOptimizer, 21, momentum, num_steps_per_communication=passes
-        )
+            fps.DistributedAdaptThenCombineOptimizer, 21, momentum, quasi_global=True,
+            num_steps_per_communication=passes,
+        )  # fmt: skip
         np.testing.assert_allclose(x, wanted[me], rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match=r"momentum=0\.0: pass SGD with momentum=0\.9, or Adam"):
-        trained(fps.DistributedQuasiGlobalOptimizer, 1)
+        trained(fps.DistributedAdaptThenCombineOptimizer, 1, quasi_global=True)
     end()
     return errors
 

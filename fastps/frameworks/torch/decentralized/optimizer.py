@@ -361,6 +361,60 @@ class AdaptThenCombineAtOnce(Algorithm):
         self.mixer.mix()
 
 
+class QuasiGlobal(AdaptThenCombineAtOnce):
+    """Momentum of mixed models: x+ = A(x - opt(m, g)); m <- beta m + (1 - beta) (x - x+) / lr.
+
+    Lin, Karimireddy, Stich and Jaggi, "Quasi-global momentum: accelerating decentralized deep
+    learning on heterogeneous data", ICML 2021, QG-DSGDm with mu = beta. Around Adam the moments
+    follow d = (x - x+) / |x - x+| and d^2, by the norm of all parameters, and the first (1 - beta)
+    d: this is QG-Adam of the authors' program, whose rate is lr (1 - beta). m is the wrapped
+    optimizer's own state, so its state_dict() has all there is. Where x is not mixed in each step,
+    the optimizer's own steps between change its state, and m follows once per mixing.
+    """
+
+    _KEYS = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # torch's names of moments
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Start without anything noted."""
+        self._before: dict[torch.Tensor, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+
+    def step(self) -> None:
+        """Step, and note x and m before the first step since x was mixed."""
+        if not self._before:
+            self._rates = [0.0] * len(self.optimizer.param_groups)
+            for one in self.parameters:
+                moments = [moment.clone() for moment in self._moments_of(one)]
+                self._before[one] = one.detach().clone(), moments
+        for index, group in enumerate(self.optimizer.param_groups):
+            self._rates[index] += float(group["lr"])
+        super().step()
+
+    def _moments_of(self, parameter: torch.Tensor) -> list[torch.Tensor]:
+        state = self.optimizer.state.get(parameter, {})
+        return [state[key] for key in self._KEYS if state.get(key) is not None]
+
+    def mixed_step(self) -> None:
+        """Step, mix, and let the moments follow what both have changed."""
+        super().mixed_step()
+        moves = {one: before - one for one, (before, _) in self._before.items()}
+        norm = sum(float(move.square().sum()) for move in moves.values()) ** 0.5
+        groups = {one: (group, rate) for group, rate in
+                  zip(self.optimizer.param_groups, self._rates, strict=True)
+                  for one in group["params"]}  # fmt: skip
+        for one, (_, before) in self._before.items():
+            group, rate = groups[one]
+            moments = self._moments_of(one)  # none before the first gradient
+            old = before or [torch.zeros_like(moment) for moment in moments]
+            if "momentum" in group and moments and rate:
+                beta = group["momentum"]
+                moments[0].copy_(beta * old[0] + (1 - beta) / rate * moves[one])
+            elif "betas" in group and moments and norm:
+                betas, d = group["betas"], moves[one] / norm
+                moments[0].copy_(betas[0] * old[0] + (1 - betas[0]) ** 2 * d)
+                moments[1].copy_(betas[1] * old[1] + (1 - betas[1]) * d.square())
+        self._before = {}
+
+
 class AdaptWithCombine(Algorithm):
     """Adapt with combine: x <- A(x) - opt(g); A(x) comes while forward and backward go on.
 
@@ -465,19 +519,36 @@ def DistributedAdaptThenCombineOptimizer(
     prefix: str = "",
     average_buffers: bool = False,
     overlap: bool = True,
+    quasi_global: bool = False,
 ) -> DecentralizedOptimizer:
     """Step, then mix: x <- A(x - opt(g(x))); otherwise as DistributedAdaptWithCombineOptimizer().
 
     overlap: update each parameter as soon as its gradient is complete, and send it during
     backward. Use False to change gradients between backward() and step(), as clipping does, and
-    for an optimizer that looks at all parameters at once, as LBFGS.
+    for an optimizer that looks at all parameters at once, as LBFGS. quasi_global: let momentum
+    follow the mixed model, where workers have different data; both within step(), and no byte
+    more. For SGD with momentum (QG-DSGDm), and Adam with about ten times its learning rate.
     """
-    algorithm = AdaptThenCombine if overlap else AdaptThenCombineAtOnce
+    algorithm: type[Algorithm] = AdaptThenCombine if overlap else AdaptThenCombineAtOnce
+    if quasi_global:
+        _check_momentum(optimizer)
+        algorithm = QuasiGlobal
     return adopt(
         optimizer, algorithm, model, communication_type=communication_type,
         num_steps_per_communication=num_steps_per_communication, prefix=prefix,
         average_buffers=average_buffers,
     )  # fmt: skip
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    for group in getattr(optimizer, "param_groups", ()):
+        if not group.get("momentum"):
+            raise ValueError(
+                "quasi_global=True needs an optimizer with momentum, and this one has "
+                f"momentum={group.get('momentum')}: pass SGD with momentum=0.9, or Adam"
+            )
 
 
 def adopt(
