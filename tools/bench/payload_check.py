@@ -2,11 +2,11 @@
 """Measure what checks of payloads cost on a TCP link of this machine, and the check by itself.
 
 Two links over the loopback, one checked and one not, carry the same arrays there and back in turn,
-some milliseconds each, so that both see the same machine. Each end has an I/O thread; on two
-processors both are busy. Their congestion control is that of a job. Columns: bytes of a frame;
-median nanoseconds that a byte takes on each link, both ways together; median of the ratios of
-neighbours in time, and their quartiles. First by the clock, then by the processor time of all
-threads, which other programs disturb less.
+some milliseconds each, so that both see the same machine. Each processor has such a pair at work
+at the same time, with both ends of its links: so all are busy, and no byte costs more because its
+ends were on two processors just then. The links' congestion control is that of a job. Columns:
+processor; bytes of a frame; median nanoseconds of a processor that a byte takes on each link, both
+ways together; median of the ratios of neighbours in time, and their quartiles.
 
 --seal compares an encrypted link with a plain one instead. Its last column is the processor time
 that a byte costs more, at each end, over that of the cipher alone, which is measured in turn.
@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import argparse
 import mmap
+import multiprocessing
 import os
 import socket
 import statistics
 import sys
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
@@ -89,12 +91,12 @@ class Link:
                 sock.detach(), board, peer=0, is_checked=what == "check", sealing=sealing
             )
 
-    def go(self) -> tuple[int, int]:
-        """Return how long one trip takes, and the processor time, in nanoseconds."""
-        began, began_cpu = time.perf_counter_ns(), time.process_time_ns()
+    def go(self) -> int:
+        """Return the processor time of one trip, in nanoseconds."""
+        began = time.process_time_ns()
         self.push.push(0, self.arrays.array, self.arrays.output)
         self.push.wait(0, timeout_s=TIMEOUT_S)
-        return time.perf_counter_ns() - began, time.process_time_ns() - began_cpu
+        return time.process_time_ns() - began
 
     def close(self) -> None:
         """Verify what came back, and end the link."""
@@ -110,7 +112,7 @@ def compare(nbytes: int, chunk_bytes: int, rounds: int, what: str) -> str:
     """Return the line of one size of frames."""
     arrays = Arrays(nbytes)
     links = [Link(arrays, chunk_bytes, what=one) for one in ("", what)]
-    times: list[list[tuple[int, int]]] = [[], []]
+    times: list[list[int]] = [[], []]
     own = []  # nanoseconds that the cipher takes for a byte
     for turn in range(rounds + 2):
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -122,22 +124,21 @@ def compare(nbytes: int, chunk_bytes: int, rounds: int, what: str) -> str:
     for link in links:
         link.close()
     arrays.close()
-    line = f"{chunk_bytes:9}"
-    for clock in (0, 1):
-        plain, checked = ([took[clock] / nbytes for took in one] for one in times)
-        ratios = [on / off for off, on in zip(plain, checked, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        line += f"{statistics.median(plain):9.3f}{statistics.median(checked):8.3f}"
-        line += f"{middle:8.3f}  {low:.3f}-{high:.3f}"
+    plain, other = ([took / nbytes for took in one] for one in times)
+    low, middle, high = statistics.quantiles(
+        [on / off for off, on in zip(plain, other, strict=True)], n=4
+    )
+    line = f"{chunk_bytes:9}{statistics.median(plain):9.3f}{statistics.median(other):8.3f}"
+    line += f"{middle:8.3f}  {low:.3f}-{high:.3f}"
     if own:  # each byte is sealed twice and opened twice; the clock is that of the processor now
-        added = (statistics.median(checked) - statistics.median(plain)) / WAYS
+        added = (statistics.median(other) - statistics.median(plain)) / WAYS
         line += f"{statistics.median(own):9.3f}{added:8.3f}{added / statistics.median(own):8.3f}"
     return line
 
 
 @ends_quietly
-def main() -> None:
-    """Measure, and print a table."""
+def main() -> int:
+    """Measure, and print a table; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,11 +153,35 @@ def main() -> None:
     print(f"the check of {HOT_BYTES // KIB} KiB in the cache: {HOT_BYTES / best:.1f} GB/s")
     if options.seal:
         print(f"{ciphers.load()}, {ciphers.best_kind().label}")
-    head = f"{'plain':>9}{what + 'ed':>8}{'ratio':>8}  {'quartiles':11}" * 2
     more = f"{'cipher':>9}{'added':>8}{'ratio':>8}" if options.seal else ""
-    print(f"{'frame':>9}{head}{more}")
-    for kib in options.kib.split(","):
-        print(compare(options.mib << 20, int(kib) * KIB, options.rounds, what), flush=True)
+    print(
+        f"{'processor':9}{'frame':>9}{'plain':>9}{what + 'ed':>8}{'ratio':>8}  quartiles  {more}"
+    )
+    sizes = [int(kib) * KIB for kib in options.kib.split(",")]
+    processors = sorted(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("fork")
+    meeting = context.Barrier(len(processors))
+    children = [
+        context.Process(
+            target=_work, args=(one, meeting, options.mib << 20, sizes, options.rounds, what)
+        )
+        for one in processors
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    return int(any(child.exitcode for child in children))
+
+
+def _work(
+    processor: int, meeting: Barrier, nbytes: int, sizes: list[int], rounds: int, what: str
+) -> None:
+    """Measure all sizes on one processor, each while the others do."""
+    os.sched_setaffinity(0, {processor})
+    for chunk_bytes in sizes:
+        meeting.wait(TIMEOUT_S)
+        print(f"{processor:9}{compare(nbytes, chunk_bytes, rounds, what)}", flush=True)
 
 
 def _time(data: bytes) -> int:
