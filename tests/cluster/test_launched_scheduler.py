@@ -298,7 +298,7 @@ def started(tmp_path):
 
         def start(run) -> SchedulerProcess:
             stderr = Stream(screen, "scheduler", rank=0, is_error=True, log=None)
-            settings = SimpleNamespace(size=2)
+            settings = SimpleNamespace(size=2, lease_s=10.0)
             work = SimpleNamespace(settings=settings, listeners=[], term=0, run=run)
             made.append(SchedulerProcess(work, stderr=stderr))
             return made[-1]

@@ -28,6 +28,9 @@ COVERED = {
     "fastps-run --join 10.0.0.1:7654 --token-file job.token -np 2 python train.py": (
         "tests/faults/test_join_launched.py"
     ),
+    "fastps-run --host-discovery-script ./hosts.sh --min 2 --max 16 python train.py": (
+        "tests/faults/test_join_launched.py"
+    ),
 }
 # Programs of these pages run where their framework is.
 FRAMEWORKS = {
