@@ -78,7 +78,9 @@ def run(body: str, folder: Path, **options: Any) -> tuple[Any, ...]:
 
 @pytest.mark.timeout(200)
 def test_servers_sum_what_is_encoded(tmp_path):
-    assert run(CODECS, tmp_path, servers=1) == ((3,), (3,))
+    (one,), (other,) = run(CODECS, tmp_path, servers=1)  # the first one compares with NumPy
+    assert list(one) == ["onebit all", "topk all", "int4"]
+    assert one == other
 
 
 @pytest.mark.timeout(200)
