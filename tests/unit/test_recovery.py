@@ -311,6 +311,15 @@ def test_who_reports_a_later_view_alone_is_lost_alone():
         assert "know of no such view" in str(driver.events(peers[0], ViewLost)[1].lost)
 
 
+def check_that_worker_2_is_lost(driver: After, peers: list[int]) -> None:
+    """See that those who came back go on without it, once it is late."""
+    driver.advance(driver.config.lease_s + 5)
+    for peer in peers:
+        assert isinstance(driver.sent[peer][0], Rejoined)
+        driver.wait(peer)
+    assert [one.place for one in driver.last(peers[0]).job.members] == [0, 1, 0]
+
+
 def test_nobody_comes_back_as_another():
     """A worker gives host name and process of others, with its own rank; and says they ended."""
     job, driver = job_before(), After()
@@ -325,11 +334,7 @@ def test_nobody_comes_back_as_another():
         driver.come_back(2, replace(job, members=tuple(others)))
     assert peers[0] not in driver.sent
     peers += [driver.come_back(me, job) for me in (1, 3)]
-    driver.advance(driver.config.lease_s + 5)
-    for peer in peers:
-        assert isinstance(driver.sent[peer][0], Rejoined)
-        driver.wait(peer)
-    assert [one.place for one in driver.last(peers[0]).job.members] == [0, 1, 0]
+    check_that_worker_2_is_lost(driver, peers)
 
 
 def test_one_member_has_one_voice():
@@ -339,11 +344,7 @@ def test_one_member_has_one_voice():
     for me in range(5):
         driver.come_back(me, replace(job, generation=2, view=2, members=crowd, owners=()))
     peers = [driver.come_back(me, job) for me in (0, 1, 3)]
-    driver.advance(driver.config.lease_s + 5)
-    for peer in peers:
-        assert isinstance(driver.sent[peer][0], Rejoined)
-        driver.wait(peer)
-    assert [one.place for one in driver.last(peers[0]).job.members] == [0, 1, 0]
+    check_that_worker_2_is_lost(driver, peers)
 
 
 def test_a_rank_that_another_process_has_now_is_refused_to_the_one_before():
