@@ -794,7 +794,8 @@ class ControlClient:
 
     def _report(self) -> Joined | Rejoined:
         """Dial once, and report what this member is; return the answer."""
-        control = dial_control(self._config, self._token, deadline=time.monotonic() + REDIAL_S)
+        until = time.monotonic() + REDIAL_S
+        control = dial_control(self._config, self._token, deadline=until, awaits_machine=False)
         self._reached_at = time.monotonic()
         with self._send_lock:
             before, self._sock, self._frames = self._sock, control.sock, control.frames

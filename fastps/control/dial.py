@@ -93,9 +93,13 @@ def dial(
 
 
 def _dial(
-    config: Config, shake: _Shake, deadline: float, notice: Notice | None
+    config: Config,
+    shake: _Shake,
+    deadline: float,
+    notice: Notice | None,
+    awaits_machine: bool = True,
 ) -> tuple[socket.socket, ClientHandshake]:
-    """Connect and authenticate; see dial()."""
+    """Connect and authenticate; see dial() and dial_control()."""
     if not config.scheduler_host or not config.scheduler_port:
         raise ConfigError(
             "the address of the scheduler is not set; start with fastps-run, or set "
@@ -114,6 +118,8 @@ def _dial(
                 raise _unknown_host(config, error) from error
         except OSError as error:
             last = error.strerror or str(error)
+            if isinstance(error, _NoAnswerError) and not awaits_machine:
+                break
         log.debug("the scheduler cannot be reached yet: %s", last)
         if notice is not None:
             notice.trouble = last
@@ -121,14 +127,23 @@ def _dial(
 
 
 def dial_control(
-    config: Config, token: Token, *, deadline: float, notice: Notice | None = None
+    config: Config,
+    token: Token,
+    *,
+    deadline: float,
+    notice: Notice | None = None,
+    awaits_machine: bool = True,
 ) -> ControlSocket:
-    """Return a control connection of the member that the token identifies; see dial()."""
+    """Return a control connection of the member that the token identifies; see dial().
+
+    awaits_machine: whether to try again if the scheduler's machine does not even refuse within
+    connect_timeout_s. One that takes over starts on the machine where the last one died.
+    """
     shake = functools.partial(
         ClientHandshake, token.key(CONTROL, config.job_id), purpose=Purpose.CONTROL,
         sender=token.rank, lane=token.lane,
     )  # fmt: skip
-    sock, handshake = _dial(config, shake, deadline, notice)
+    sock, handshake = _dial(config, shake, deadline, notice, awaits_machine)
     return ControlSocket(sock, handshake.sealing)
 
 
@@ -177,10 +192,16 @@ def _connect(config: Config, deadline: float) -> socket.socket:
     host, port = config.scheduler_host, config.scheduler_port
     try:
         return sockets.connect(host, port, deadline=deadline, silence_s=config.tcp_user_timeout_s)
+    except TimeoutError as error:
+        raise _NoAnswerError(str(error)) from error
     except OSError as error:
         if error.errno != errno.ENETUNREACH:
             raise
         return sockets.connect_stand_in(host, port, deadline=deadline)
+
+
+class _NoAnswerError(TimeoutError):
+    """The scheduler's machine does not answer: it is off or cut off; a lively one would refuse."""
 
 
 def _where(config: Config) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -101,3 +102,16 @@ def test_a_process_that_reaches_its_scheduler_soon_says_nothing(monkeypatch, cap
         pass
     time.sleep(0.4)
     assert not caplog.records
+
+
+def test_the_machine_of_a_scheduler_that_died_is_not_awaited_if_it_does_not_answer():
+    """A full queue of connections answers none, as a machine that is cut off."""
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        stack.enter_context(socket.create_connection(server.getsockname()))
+        address = {"scheduler_host": "127.0.0.1", "scheduler_port": server.getsockname()[1]}
+        config = load(address | {"insecure": True, "connect_timeout_s": 0.2}, {})
+        token, began = dial.token_of(config), time.monotonic()
+        with pytest.raises(TransportTimeout, match=r"no scheduler at .*: timed out"):
+            dial.dial_control(config, token, deadline=began + 20, awaits_machine=False)
+        assert time.monotonic() - began < 5
