@@ -26,7 +26,6 @@ MAX_TENSORS = 1 << 31
 MAX_PIECES = 1 << 20  # of all tensors of a job; cutting so many takes a few seconds
 MAX_PARTITION_BYTES = 1 << 30  # offsets within a partition travel in 32 bits
 MIN_SHARE_BYTES = 128 << 10  # a smaller share of a tensor is not worth a frame of its own
-MAX_LINK_RATIO = 8  # links of the heaviest server for one of the lightest
 _MASK64 = (1 << 64) - 1
 
 
@@ -85,20 +84,6 @@ def server_weights(n_machines: int, n_servers: int, *, is_colocated: bool) -> tu
     return (apart // divisor,) * n_servers + (beside // divisor,) * n_machines
 
 
-def link_counts(weights: Sequence[int], links_per_peer: int = 1) -> tuple[int, ...]:
-    """Return the connections between a worker and each server, in proportion to the weights.
-
-    Connections share a network card evenly, so a server that owns more needs more of them, or
-    its bytes arrive last. Measured with 4 workers and 2 servers apart, 64 MB on links of 200
-    Mbit/s: 1.11 and 1.14 times the optimum, with one each 1.20 and 1.26.
-    """
-    lightest = min((weight for weight in weights if weight), default=1)
-    return tuple(
-        links_per_peer * min(max(round(weight / lightest), 1), MAX_LINK_RATIO)
-        for weight in weights
-    )
-
-
 def check_tensor(nbytes: int, *, partition_bytes: int, n_owners: int) -> None:
     """Raise ConfigError, with the value to set, for a tensor that cut_tensor would refuse."""
     if nbytes < 0 or partition_bytes < 1:
@@ -146,13 +131,13 @@ def cut_tensor(
 
 
 def most_pieces(nbytes: int, *, partition_bytes: int, placement: Placement) -> int:
-    """Bound the pieces that cut_tensor makes: every link of an owner may get a short one."""
+    """Bound the pieces that cut_tensor makes: every owner may get a short one."""
     if nbytes < min(partition_bytes, MIN_SHARE_BYTES):
         return 1
-    return nbytes // partition_bytes + sum(placement.links)
+    return nbytes // partition_bytes + len(placement.owners)
 
 
-def _even_step(nbytes: int, step: int, n_owners: int) -> int:
+def _even_step(nbytes: int, step: int, n_owners: int = 1) -> int:
     """Return the size of even pieces of which every server gets as many."""
     count = -(-nbytes // (step * n_owners)) * n_owners
     return min(step, _round_up(-(-nbytes // count)))
@@ -167,7 +152,7 @@ def _stripes(nbytes: int, step: int, placement: Placement) -> Iterator[Piece]:
         last = nbytes if weight == total else nbytes * weight // (total * ALIGNMENT) * ALIGNMENT
         stripe = last - first
         if stripe:
-            even = _even_step(stripe, step, placement.links[owner])
+            even = _even_step(stripe, step)
             for offset, size in make_partitions(0, stripe, even):
                 yield Piece(first + offset, size, owner)
             placement.add_load(owner, stripe)
@@ -259,7 +244,6 @@ class Placement:
                 f"key_hash must be one of bytes, {', '.join(KEY_HASHES)}, got {key_hash!r}"
             )
         self.weights = tuple(weights)
-        self.links = link_counts(weights)  # each link of an owner gets as much of a stripe
         self.owners = tuple(owner for owner, weight in enumerate(weights) if weight)
         self._hash = KEY_HASHES.get(key_hash)
         self._coef = built_in_hash_coef if key_hash == "built_in" else 1

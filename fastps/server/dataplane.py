@@ -34,7 +34,7 @@ from fastps.contract.contract import (
     roster_of,
     trim_of,
 )
-from fastps.contract.partition import link_counts, tensor_of
+from fastps.contract.partition import tensor_of
 from fastps.control.blame import cause_of_link
 from fastps.control.client import ControlClient
 from fastps.control.protocol import DeclareKeys, ForgetKeys, Job, KeySpec
@@ -124,24 +124,20 @@ class DataPlane:
             rdma.wants_rdma("rdma", rdma.look_up(config), own.gid)  # raises what is missing
         if not own.gid or not rdma.has_reason(config, own.host_id, workers):
             return None
-        return rdma.open_transport(config, n_links=job.size * self._lanes(job))
+        return rdma.open_transport(config, n_links=job.size * config.links_per_peer)
 
     def _make_store(self, job: Job) -> ServerStore:
         store = ServerStore(
             self._pool,
             member=self._me,
             n_members=job.size,
-            lanes=self._lanes(job),
+            lanes=self._config.links_per_peer,
             engine_threads=_engine_threads(self._config),
         )
         if self._rdma is not None:
             limit = self._config.pool_bytes // 2 or self._config.rdma_pinned_bytes
             store.keep_buffers(min(limit, self._config.rdma_pinned_bytes))
         return store
-
-    def _lanes(self, job: Job) -> int:
-        """Return the links that each worker has to this server."""
-        return link_counts(job.weights, self._config.links_per_peer)[self._index(job)]
 
     def _index(self, job: Job) -> int:
         return job.owners.index(self._me)
@@ -482,9 +478,9 @@ class DataPlane:
 
     def begin(self, job: Job) -> None:
         """Admit the workers of a new generation, which may be others on other machines."""
-        before = self._me, self._job.size, self._lanes(self._job)
+        before = self._me, self._job.size
         self._me = job.me
-        if before != (job.me, job.size, self._lanes(job)):
+        if before != (job.me, job.size):
             old, self.store = self.store, self._make_store(job)
             old.wake()
             old.close(timeout_s=self._config.shutdown_timeout_s)

@@ -24,7 +24,6 @@ from fastps.config import Config
 from fastps.config.cpu_list import parse_cpu_list
 from fastps.contract.codec import Codec, wire_chunk
 from fastps.contract.contract import WHOLE, Policy, is_followed, pusher_of
-from fastps.contract.partition import link_counts
 from fastps.control.blame import Failure
 from fastps.control.client import ControlClient
 from fastps.control.identity import machine_name
@@ -205,8 +204,7 @@ class Connections:
             self.job = self.client.job
             is_alone = self.job.is_local and self.job.size > 1
             self.owners = () if is_alone else self.job.owners
-            counts = link_counts(self.job.weights, config.links_per_peer)
-            self._lanes = dict(zip(self.owners, counts, strict=False))
+            self._lanes = dict.fromkeys(self.owners, config.links_per_peer)
             self.engine = WorkerEngine(
                 me=self.job.me, n_members=len(self.job.members), lanes=self._lanes
             )

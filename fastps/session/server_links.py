@@ -21,7 +21,7 @@ from fastps.transport import rdma
 from fastps.transport._link import InprocTransport
 from fastps.transport.rdma import Capability
 from fastps.transport.tcp import (
-    REMOTE_CREDIT_BYTES,
+    SAME_HOST_CREDIT_BYTES,
     Connection,
     choose_credit,
     dial,
@@ -60,6 +60,7 @@ class Links:
         self._key_of = key_of
         self._device = device
         self._host_id = job.members[job.me].host_id
+        self._weights = dict(zip(job.owners, job.weights, strict=True))
         self._tcp: TcpTransport | None = None
         self._memory: InprocTransport | None = None
         self._rdma: RdmaTransport | None = None
@@ -108,14 +109,15 @@ class Links:
         is_near = self._config.unix_sockets and member.host_id == self._host_id
         self._sockets.add("Unix sockets" if is_near and member.unix else "TCP")
         connection = self._dial(owner, lane, unix=member.unix if is_near else "")
-        credit_bytes = choose_credit(connection.descriptor, self._config)
+        is_light = self._weights[owner] < max(self._weights.values())
+        credit_bytes = choose_credit(connection.descriptor, self._config, is_light=is_light)
         self._tcp.adopt(
             connection.descriptor,
             self._engine,
             peer=owner,
             lane=lane,
             credit_bytes=credit_bytes,
-            follows=not self._config.credit_bytes and credit_bytes == REMOTE_CREDIT_BYTES,
+            follows=not self._config.credit_bytes and credit_bytes != SAME_HOST_CREDIT_BYTES,
             is_checked=connection.is_checked,
             sealing=connection.sealing,
         )

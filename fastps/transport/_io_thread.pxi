@@ -11,8 +11,8 @@
 # urgent item overtakes at the next chunk, and credit is counted by the chunk. Credit bounds the
 # bytes that were pushed and have no result yet, which keeps them in the caches; it is no flow
 # control. Two workers that push different tensors first would each wait for the other's credit. So
-# a link that has been out of credit for STARVED_NS, or longer on a slow link, borrows some and
-# pays it back from the credit that comes later. Tensors of different priorities need no loans:
+# a link that has been out of credit for much longer than it usually is borrows some and pays it
+# back from the credit that comes later. Tensors of different priorities need no loans:
 # only bytes that are at least as urgent as an item count against its credit, so every worker gets
 # to send the most urgent item.
 #
@@ -29,9 +29,11 @@ cdef enum:
     BULK_BYTES = 64 << 10       # after a turn that moved as much, an I/O thread does not spin
     STARVED_MS = 2              # the shortest time out of credit before a link borrows
     STARVED_NS = STARVED_MS * 1000000
-    MAX_STARVED_MS = 200        # and the longest, on a slow link
-    MAX_HALVINGS = 7            # 200 ms to below 2 ms
-    PATIENCE = 2                # times what the link needs to move what is in flight
+    MAX_STARVED_MS = 400        # and the longest, on a slow link
+    FIRST_WAIT_MS = 25          # how long a new link is expected to wait for results
+    MAX_HALVINGS = 8            # 400 ms to below 2 ms
+    PATIENCE = 8                # times how long the link usually waits; more than a lost packet costs
+    WAIT_SHARE = 4              # weight of a wait in that is 1 / WAIT_SHARE
     EAGER_NS = 100000           # how long an owner is asked again without a pause
     TIMER_MS = 20               # how often deadlines are looked at, when there are any
     MAX_EVENTS = 64
@@ -151,10 +153,18 @@ cdef void note_starved(BaseLink* link) noexcept nogil:
     if stats.depth == 0:
         fps_store64(&link.starved_since, 0)
     elif link.starved_since == 0:
-        link.patience_ns = 0
         fps_store64(&link.starved_since, now_ns())
         fps_store32(&link.io.has_starved, 1)
         wake_io(link.io)
+
+
+cdef void note_fed(BaseLink* link) noexcept nogil:
+    """Learn how long a link usually waits for credit; a wait that a loan ended does not count."""
+    cdef int64_t since = fps_load64(&link.starved_since)
+    cdef int64_t usual = fps_load64(&link.usual_wait_ns)
+    if since:
+        fps_store64(&link.starved_since, 0)
+        fps_store64(&link.usual_wait_ns, usual + (now_ns() - since - usual) / WAIT_SHARE)
 
 
 cdef SendItem* next_item(BaseLink* link) noexcept nogil:
@@ -162,7 +172,7 @@ cdef SendItem* next_item(BaseLink* link) noexcept nogil:
     if queue_pop_nowait(link.queue, &item) != OK:
         note_starved(link)
         return NULL
-    fps_store64(&link.starved_since, 0)
+    note_fed(link)
     if link.gauge.is_on:
         note_leaving(link, <SendItem*>item)
     if tracing.is_on and (<SendItem*>item).cursor == 0:
@@ -245,6 +255,7 @@ cdef int init_link(BaseLink* link, const LinkOps* ops, IoThread* io, uint64_t cr
     link.io = io
     link.fd = -1
     link.credit_bytes = link.least_credit = credit_bytes
+    link.usual_wait_ns = FIRST_WAIT_MS * NS_PER_MS
     link.is_kicked = 1          # until list_link()
     link.link.send = link_send
     link.link.kick = link_kick
@@ -361,23 +372,18 @@ cdef void free_dead(IoThread* io) noexcept nogil:
 cdef int64_t patience_of(BaseLink* link) noexcept nogil:
     """Return how long a link waits without credit before it borrows, in nanoseconds.
 
-    On a slow link, the bytes in flight take longer. Borrowing too early lets one worker run ahead
-    of the others on a shared link, while the server sends no result before the last of them has
-    pushed. Each loan that no result follows halves the time: the others wait for something else.
+    Results come late from a slow link, and from a server that many workers share. Borrowing too
+    early lets one worker run ahead of the others, while the server sends no result before the last
+    of them has pushed. Each loan that no result follows halves the time: the others wait for
+    something else.
     """
-    cdef QueueStats stats
-    cdef double ns
-    queue_stats(link.queue, &stats)
-    ns = PATIENCE * link.ops.pace(link) * <double>max(stats.credit_ahead, link.credit_bytes)
-    ns = min(ns, MAX_STARVED_MS * 1e6) / (1 << min(fps_load32(&link.loans), MAX_HALVINGS))
-    return max(<int64_t>ns, <int64_t>STARVED_NS)
+    cdef int64_t ns = min(PATIENCE * fps_load64(&link.usual_wait_ns), MAX_STARVED_MS * NS_PER_MS)
+    return max(ns >> min(fps_load32(&link.loans), MAX_HALVINGS), STARVED_NS)
 
 
 cdef void lend_credit(BaseLink* link, int64_t waited) noexcept nogil:
     """Let a link borrow credit once it has waited long enough."""
-    if waited >= STARVED_NS and link.patience_ns == 0:
-        link.patience_ns = patience_of(link)
-    if waited < STARVED_NS or waited < link.patience_ns:
+    if waited < patience_of(link):
         fps_store32(&link.io.has_starved, 1)
         return
     fps_store64(&link.starved_since, 0)

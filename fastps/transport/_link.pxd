@@ -169,17 +169,15 @@ cdef struct LinkOps:
     void (*release)(BaseLink* link) noexcept nogil      # the last call: free the link
     void (*event)(IoThread* io, uint64_t what, uint32_t events) noexcept nogil
     int (*expired)(BaseLink* link) noexcept nogil       # the deadline has passed; OK: go on
-    double (*pace)(BaseLink* link) noexcept nogil       # nanoseconds that a byte takes; 0: unknown
+    double (*latency)(BaseLink* link) noexcept nogil    # shortest round trip, ns; 0: unknown
     # See whether the peer still answers, each look_ns; negative: the link has to end.
     int (*look)(BaseLink* link, int64_t now) noexcept nogil
 
-# Measures how much credit a link needs: the bytes that it moves while one chunk comes back as a
-# result, and some more. Written by the thread that returns credit, one at a time.
+# Measures how much credit a link needs beyond the initial one: the bytes that it moves in a round
+# trip, and some more. Written by the thread that returns credit, one at a time.
 cdef struct Gauge:
     bint is_on                  # the credit follows the measurement; set once
     bint is_held                # set_credit() fixed the credit for now
-    int64_t asked               # when a chunk left a link that had nothing out; 0: none under way
-    int64_t response_ns         # the shortest time until it was back; 0: not known yet
     int64_t counted_since       # the window in which bytes that come back are counted; 0: none
     uint64_t counted
     double rate                 # bytes per nanosecond, a moving average of windows
@@ -200,7 +198,7 @@ cdef struct BaseLink:
     int32_t is_leaving          # atomic; BYE queued
     int32_t loans               # atomic: borrowed since the last credit came
     int64_t starved_since       # out of credit with items waiting, 0: not; atomic
-    int64_t patience_ns         # from starving to borrowing, 0: not known yet
+    int64_t usual_wait_ns       # for credit, a moving average; atomic
     SendItem bye
     # the rest: I/O thread only
     int64_t waiting_since       # since when a frame is deferred, 0: none is

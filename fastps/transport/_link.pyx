@@ -9,6 +9,7 @@ _inproc (links within one process), _mapping (memory that processes share).
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo
 from libc.errno cimport EINVAL, ETIMEDOUT, errno
+from libc.math cimport fabs
 from libc.stdint cimport INT64_MIN, int32_t, int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset

@@ -19,7 +19,6 @@ from fastps.contract.partition import (
     check_pieces,
     check_tensor,
     cut_tensor,
-    link_counts,
     make_partitions,
     server_weights,
 )
@@ -375,28 +374,3 @@ def test_bad_placements_are_refused():
         Placement((0, 0))
     with pytest.raises(ConfigError, match="md5"):
         Placement((1,), "md5")
-
-
-@given(n=st.integers(1, 40), k=st.integers(0, 40), links=st.integers(1, 16))
-def test_links_follow_the_weights(n, k, links):
-    weights = server_weights(n, k, is_colocated=True)
-    counts = link_counts(weights, links)
-    assert all(links <= count <= 8 * links for count in counts)
-    lightest = min(weight for weight in weights if weight)
-    for weight, count in zip(weights, counts, strict=True):
-        ratio = weight / lightest
-        assert count == links if ratio < 1.5 else abs(count / links - min(ratio, 8)) <= 0.5
-
-
-def test_a_stripe_gives_each_link_of_its_owner_as_much():
-    weights = server_weights(4, 2, is_colocated=True)
-    pieces = cut_tensor(
-        64 << 20, partition_bytes=4096000, placement=Placement(weights), tensor_id=0
-    )
-    assert link_counts(weights) == (3, 3, 1, 1, 1, 1)
-    for owner in (0, 1):
-        loads = [0, 0, 0]
-        for index, piece in enumerate(pieces):
-            if piece.owner == owner:
-                loads[index % 3] += piece.nbytes
-        assert max(loads) - min(loads) <= 64 * len(pieces)

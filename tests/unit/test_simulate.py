@@ -127,11 +127,14 @@ def test_the_benchmark_and_the_library_know_the_same_shares(n, data):
     )
 
 
-def test_connections_that_share_as_they_do_miss_the_optimum_of_unlike_servers():
-    for servers in (1, 2, 3):
-        cluster = Cluster(4, servers, turns="tcp")
-        took = exact.simulate([Tensor(32 * MIB)], cluster, NETWORK).end_s
-        assert 1.08 < took / optimum_s(32 * MIB, cluster, NETWORK) < 1.25
+def test_credit_brings_unlike_servers_near_the_optimum():
+    for servers, most in ((1, 1.06), (2, 1.06), (3, 1.12)):
+        over = []
+        for credit_bytes in (0, 512 << 10):
+            cluster = Cluster(4, servers, turns="tcp", credit_bytes=credit_bytes)
+            took = exact.simulate([Tensor(32 * MIB)], cluster, NETWORK).end_s
+            over.append(took / optimum_s(32 * MIB, cluster, NETWORK))
+        assert 1 < over[0] < min(most, over[1] - 0.01)
 
 
 def test_tensors_are_cut_as_the_library_cuts_them():
@@ -236,7 +239,7 @@ def test_workers_out_of_step_borrow_unless_only_the_urgent_counts():
     plan = models.schedule(models.make("resnet50"), compute_s=0.18, element_bytes=4)
     loans = exact.simulate(plan.tensors, Cluster(4, 0, credit_rule="loans"), NETWORK)
     urgent = exact.simulate(plan.tensors, Cluster(4, 0, credit_rule="urgent"), NETWORK)
-    assert urgent.loans == 0
+    assert urgent.loans < loans.loans / 10
     assert urgent.end_s < loans.end_s
 
 
@@ -295,7 +298,7 @@ def test_a_measured_time_that_is_far_off_is_told(tmp_path, capsys):
 def test_settings_of_a_measurement_are_simulated():
     line = {"workers": 4, "servers": 0, "colocated": True, "settings": "FASTPS_CHUNK_BYTES=32768"}
     cluster = cases.measured_cluster(line)
-    assert (cluster.chunk, cluster.is_colocated, cluster.link_credit) == (32768, True, 512 << 10)
+    assert (cluster.chunk, cluster.is_colocated, cluster.link_credit(0)) == (32768, True, 256 << 10)
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "no JSON\n"])

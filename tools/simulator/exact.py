@@ -39,9 +39,11 @@ QUEUE_CAPACITY = 16  # of a queue at first; it grows by itself
 # Of the library's loans, which are C constants of transport/tcp/_transport.pyx.
 BORROW_BYTES = 512 << 10
 STARVED_S = 2e-3
-MAX_STARVED_S = 0.2
-MAX_HALVINGS = 7
-PATIENCE = 2
+MAX_STARVED_S = 0.4
+FIRST_WAIT_S = 0.025
+MAX_HALVINGS = 8
+PATIENCE = 8
+WAIT_SHARE = 4
 
 
 class Clock:
@@ -89,13 +91,13 @@ class Credit:
 
     nbytes: int
     clock: Clock
-    bytes_per_s: float  # what the library would measure of the link, more or less
     retry: Callable[[], None]
     counts_all: bool
     queue: ScheduledQueue = field(init=False)
     loans: int = 0  # since the last result
     total_loans: int = 0
     starved_at: float | None = None
+    usual_wait_s: float = FIRST_WAIT_S
 
     def __post_init__(self) -> None:
         self.queue = ScheduledQueue(self.nbytes, QUEUE_CAPACITY)
@@ -109,6 +111,9 @@ class Credit:
         except StallError:
             self._note_starved()
             raise
+        if self.starved_at is not None:
+            waited_s = self.clock.now - self.starved_at
+            self.usual_wait_s += (waited_s - self.usual_wait_s) / WAIT_SHARE
         self.starved_at = None
         assert isinstance(part, Part)
         return part
@@ -124,8 +129,8 @@ class Credit:
             self.starved_at = None
         elif self.starved_at is None:
             self.starved_at = now
-            patience = PATIENCE * max(self._held(), self.nbytes) / self.bytes_per_s
-            patience = min(patience, MAX_STARVED_S) / (1 << min(self.loans, MAX_HALVINGS))
+            patience = min(PATIENCE * self.usual_wait_s, MAX_STARVED_S)
+            patience /= 1 << min(self.loans, MAX_HALVINGS)
             self.clock.at(now + max(patience, STARVED_S), self._lend, now)
 
     def _lend(self, starved_at: float) -> None:
@@ -155,6 +160,7 @@ class Link:
     arrive: Callable[[int, Part, int, int], None]  # (who, part, chunk number, bytes)
     who: int  # the machine whose push or result this is
     weight: float = 1.0
+    queues: Queues = field(default_factory=Queues)
     turn: float = 0.0  # bytes over weight
     is_waiting: bool = False
     credit: Credit | None = None
@@ -190,7 +196,6 @@ class Card:
     clock: Clock
     byte_s: float  # time of one byte
     head_s: float  # until a frame's first packet is at its receiver, if nothing is queued
-    queues: Queues = field(default_factory=Queues)
     is_busy: bool = False
     free_at: float = 0.0  # the receiving side
     sent: int = 0
@@ -230,9 +235,9 @@ class Card:
 
     def _put(self, link: Link, part: Part, number: int, nbytes: int) -> None:
         clock = self.clock
-        wait_s = self.queues.wait_s(self.sent * self.byte_s)
+        wait_s = link.queues.wait_s(self.sent * self.byte_s)
         comes_at = clock.now + self.head_s + wait_s
-        frame_s = nbytes * self.byte_s / (1 - self.queues.loss_at(wait_s))
+        frame_s = nbytes * self.byte_s / (1 - link.queues.loss_at(wait_s))
         self.is_busy = True
         self.sent += nbytes
         clock.at(comes_at, link.receiver.receive, link, part, number, nbytes)
@@ -254,8 +259,7 @@ class _Run:
         self.tensors = tensors
         hosts = cluster.machines + cluster.servers
         byte_s, bus_s = 1 / network.bytes_per_s, 1 / network.bus_bytes_per_s
-        queues = make_queues(cluster, network)
-        self.cards = [Card(self.clock, byte_s, network.head_s, queues) for _ in range(hosts)]
+        self.cards = [Card(self.clock, byte_s, network.head_s) for _ in range(hosts)]
         self.inner = [Card(self.clock, bus_s, 0.0) for _ in range(cluster.machines)]
         self.pushes: dict[tuple[int, int], Link] = {}
         self.results: dict[tuple[int, int], Link] = {}
@@ -267,11 +271,10 @@ class _Run:
         self.published_at = [0.0] * cluster.machines
         self.network = network
 
-    def _credit(self, retry: Callable[[], None]) -> Credit:
+    def _credit(self, owner: int, retry: Callable[[], None]) -> Credit:
         cluster = self.cluster
-        rate = self.network.bytes_per_s / len(cluster.weights)
         counts_all = cluster.credit_rule == "loans"
-        return Credit(cluster.link_credit, self.clock, rate, retry, counts_all)
+        return Credit(cluster.link_credit(owner), self.clock, retry, counts_all)
 
     def _link(self, machine: int, owner: int, *, is_push: bool) -> Link:
         """Give the link between a machine and a server, in one direction; make it at first use."""
@@ -286,9 +289,11 @@ class _Run:
             arrive = self._landed if is_push else self._returned
             queue = ScheduledQueue(0, QUEUE_CAPACITY)
             link = Link(queue, card, receiver, self.cluster.chunk, arrive, machine)
-            link.weight = self.cluster.turn_of(owner, is_push=is_push)
+            link.weight = self.cluster.turn_of(owner)
+            if host != machine:
+                link.queues = make_queues(self.cluster, self.network, owner)
             if is_push:
-                link.credit = self._credit(link.wake)
+                link.credit = self._credit(owner, link.wake)
                 link.queue = link.credit.queue
             links[machine, owner] = link
         return link

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastps.contract.partition import Piece, Placement, cut_tensor, server_weights
-from fastps.transport.tcp import REMOTE_CREDIT_BYTES, choose_chunk
+from fastps.transport.tcp import LIGHT_CREDIT_BYTES, REMOTE_CREDIT_BYTES, choose_chunk
 from tools.netlab import PAYLOAD_SHARE
 
 PARTITION_BYTES = 4_096_000  # fastps.config's default of partition_bytes
@@ -62,9 +62,9 @@ class Cluster:
     With is_colocated, one worker of each machine serves as well, as far as the servers apart
     leave it anything.
 
-    turns: how the links of a card share it. "tcp": a connection gets the less the more others
-    end at the same receiver, for there it loses packets, too; "weighted": in proportion to the
-    servers' weights.
+    turns: how the links of a card share it. "tcp": in proportion to their credit, which is what a
+    connection has in flight; "weighted": in proportion to the servers' weights.
+    credit_bytes: of each link; 0: as the library chooses.
     credit_rule: "urgent", only what is at least as urgent counts against the credit of an item;
     "loans", everything counts, and links that starve borrow all the more often.
     """
@@ -75,7 +75,7 @@ class Cluster:
     is_colocated: bool = True
     partition_bytes: int = PARTITION_BYTES
     chunk_bytes: int = 0
-    credit_bytes: int = REMOTE_CREDIT_BYTES
+    credit_bytes: int = 0
     turns: str = LIBRARY_TURNS
     credit_rule: str = LIBRARY_RULE
     has_priority: bool = True
@@ -95,20 +95,16 @@ class Cluster:
         """Give the bytes of a frame: as set, else as the library chooses between machines."""
         return self.chunk_bytes or choose_chunk([ANY_REMOTE_HOST])
 
-    @property
-    def link_credit(self) -> int:
-        """Give the credit from one machine to one server: every local worker has a link."""
-        return self.credit_bytes * self.local
+    def link_credit(self, owner: int) -> int:
+        """Return the credit from one machine to one server: every local worker has a link."""
+        is_light = self.weights[owner] < max(self.weights)
+        chosen = LIGHT_CREDIT_BYTES if is_light else REMOTE_CREDIT_BYTES
+        return (self.credit_bytes or chosen) * self.local
 
-    def turn_of(self, owner: int, *, is_push: bool) -> float:
-        """Give how often a link to or from a server has its turn; 0 if it owns nothing."""
-        if not self.weights[owner] or self.turns == "weighted":
-            return float(self.weights[owner])
-        serves_beside = self.is_colocated and self.weights[-1] > 0
-        others = self.machines - 1 if serves_beside else 0
-        if is_push and self.is_apart(owner):
-            return 1 / self.machines
-        return 1 / max(1, 2 * others + self.servers)
+    def turn_of(self, owner: int) -> float:
+        """Return how often a link to or from a server has its turn; 0 if it owns nothing."""
+        weight = self.weights[owner]
+        return float(self.link_credit(owner) if weight and self.turns == "tcp" else weight)
 
     def machine_of(self, owner: int) -> int:
         """Give the machine of a server: workers' machines come first, then those that serve."""
@@ -191,13 +187,12 @@ class Queues:
         return self.loss if wait_s == self.limit_s else 0.0
 
 
-def make_queues(cluster: Cluster, network: Network) -> Queues:
-    """Say what queues there will be: half of what is in flight and not on its way, each way."""
+def make_queues(cluster: Cluster, network: Network, owner: int) -> Queues:
+    """Return the queues on the way to a server: half of what is not on its way, each way."""
     if not network.queue_s:
         return Queues()
-    in_flight_s = optimum_s(cluster.link_credit * cluster.owners, cluster, network)
-    on_its_way_s = 2 * cluster.machines * cluster.chunk / network.bytes_per_s
-    room_s = max(0.0, in_flight_s - on_its_way_s) / 2
+    waiting = max(0, cluster.link_credit(owner) - 2 * cluster.chunk)
+    room_s = waiting / 2 * cluster.machines / network.bytes_per_s
     growth = QUEUE_GROWTH * (cluster.machines - 1)
     loss = QUEUE_LOSS if room_s > network.queue_s else 0.0
     return Queues(min(network.queue_s, room_s), growth, loss)

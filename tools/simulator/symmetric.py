@@ -63,6 +63,7 @@ class Stream:
     weight: float  # links, times the weight of each
     share: Callable[[Grain], float]  # of the grain's bytes that pass this card
     begin: Callable[[Grain, float], None]  # with the time when its last byte leaves
+    queues: Queues
     turn: float = 0.0
     is_active: bool = False
 
@@ -73,7 +74,6 @@ class Card:
 
     clock: Clock
     network: Network
-    queues: Queues
     streams: list[Stream] = field(default_factory=list)
     is_busy: bool = False
     turn: float = 0.0
@@ -111,8 +111,8 @@ class Card:
     def _put(self, stream: Stream, grain: Grain) -> None:
         nbytes = grain.nbytes * stream.share(grain)
         network, now = self.network, self.clock.now
-        wait_s = self.queues.wait_s(self.sent / network.bytes_per_s)
-        end = now + nbytes / network.bytes_per_s / (1 - self.queues.loss_at(wait_s))
+        wait_s = stream.queues.wait_s(self.sent / network.bytes_per_s)
+        end = now + nbytes / network.bytes_per_s / (1 - stream.queues.loss_at(wait_s))
         head_s = network.head_s + wait_s
         self.sent += nbytes
         self.turn = stream.turn
@@ -153,9 +153,8 @@ class _Run:
     def __init__(self, tensors: Sequence[Tensor], cluster: Cluster, network: Network) -> None:
         self.tensors, self.cluster, self.network = tensors, cluster, network
         self.clock = Clock()
-        queues = make_queues(cluster, network)
-        self.worker = Card(self.clock, network, queues)
-        self.server = Card(self.clock, network, queues)
+        self.worker = Card(self.clock, network)
+        self.server = Card(self.clock, network)
         self.left = [tensor.nbytes for tensor in tensors]
         self.done_s = [0.0] * len(tensors)
         self.bus_s = local_share(cluster) / network.bus_bytes_per_s
@@ -171,18 +170,21 @@ class _Run:
         links = servers if is_apart else servers - 1
         receivers = self.cluster.machines - (not is_apart)
         owner = 0 if is_apart else len(self.cluster.weights) - 1
-        turns = [self.cluster.turn_of(owner, is_push=way) or 1.0 for way in (True, False)]
+        turn = self.cluster.turn_of(owner) or 1.0
+        queues = make_queues(self.cluster, self.network, owner)
         pushes = Stream(
-            ScheduledQueue(self.cluster.link_credit * servers, QUEUE_CAPACITY),
-            max(links, 1) * turns[0],
+            ScheduledQueue(self.cluster.link_credit(owner) * servers, QUEUE_CAPACITY),
+            max(links, 1) * turn,
             lambda grain: grain.group.push_share,
             self._push_comes,
+            queues,
         )
         results = Stream(
             ScheduledQueue(0, QUEUE_CAPACITY),
-            receivers * turns[1],
+            receivers * turn,
             lambda grain: grain.group.serve_share,
             self._result_comes,
+            queues,
         )
         self.worker.streams.append(pushes)
         card.streams.append(results)

@@ -15,7 +15,6 @@ cdef bint commit_frame(RdmaLink* link) noexcept nogil:
     frame.item = item
     write_header(item, &frame.header)
     frame.payload = item.payload + item.cursor
-    frame.begun = now_ns()
     item.cursor += frame.header.length
     frame.is_last = item.cursor == item.nbytes
     link.frames.committed += frame.header.length
@@ -25,20 +24,8 @@ cdef bint commit_frame(RdmaLink* link) noexcept nogil:
     return True
 
 
-cdef void note_pace(RdmaLink* link, Frame* frame) noexcept nogil:
-    """Update the time that a byte takes from a large frame."""
-    cdef double pace
-    if frame.header.length <= EAGER_BYTES:
-        return
-    pace = <double>(now_ns() - frame.begun) / frame.header.length
-    if link.frames.ns_per_byte:
-        pace = (pace + (PACE_SHARE - 1) * link.frames.ns_per_byte) / PACE_SHARE
-    link.frames.ns_per_byte = pace
-
-
 cdef void finish_frame(RdmaLink* link, Frame* frame) noexcept nogil:
     """Finish a frame whose bytes have all left the memory of its owner."""
-    note_pace(link, frame)
     frame.state = FRAME_SENT
     leave_region(link.pins, &frame.region)
     link.frames.committed -= frame.header.length

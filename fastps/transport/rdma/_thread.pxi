@@ -95,10 +95,6 @@ cdef int rdma_expired(BaseLink* base) noexcept nogil:
     return E_PEER_LOST
 
 
-cdef double rdma_pace(BaseLink* base) noexcept nogil:
-    return (<RdmaLink*>base).frames.ns_per_byte
-
-
 # ---------------------------------------------------------------- end of a link
 
 cdef void close_port(RdmaLink* link) noexcept nogil:
@@ -148,4 +144,3 @@ OPS.stop = rdma_stop
 OPS.release = rdma_release
 OPS.event = rdma_event
 OPS.expired = rdma_expired
-OPS.pace = rdma_pace

@@ -102,7 +102,6 @@ cdef enum:
     REUSE_AFTER = 256           # spare grants that keep their index before one is used again
     MAX_GRANTS = 1 << 20        # what fits into an immediate number
     BORROW_BYTES = 4 << 20      # a link without credit for too long sends beyond its credit
-    PACE_SHARE = 8              # weight of the past in the time that a byte takes
     GRACE_NS = 100000000        # from the end of the connection to the last completion
     IDLE_SHARE = 16             # limit / IDLE_SHARE: bytes held before idle arrays are dropped
     IDLE_HOLDS = 64             # an array is idle after at least so many uses of others
@@ -208,7 +207,6 @@ cdef struct Frame:
     Header header
     const char* payload
     uint32_t posted             # bytes
-    int64_t begun               # when it was taken off the queue
     Region* region
     uint64_t remote
     uint32_t rkey
@@ -274,7 +272,6 @@ cdef struct Frames:             # taken off the queue
     uint32_t next               # to be posted next
     uint32_t end
     uint64_t committed          # bytes
-    double ns_per_byte          # moving average, from `begun` of a frame to its end; 0: not known
 
 cdef struct Deferred:           # arrivals for which the owner is not ready, in order
     Done entries[RECEIVES]

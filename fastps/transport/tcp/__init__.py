@@ -27,9 +27,12 @@ from fastps.transport.tcp._transport import TcpTransport
 log = logging.getLogger(__name__)
 
 SAME_HOST_CREDIT_BYTES = 640 << 10  # a chunk under way and the next one
-REMOTE_CREDIT_BYTES = 512 << 10
 LOCAL_CHUNK_BYTES = 512 << 10
 REMOTE_CHUNK_BYTES = 64 << 10
+REMOTE_CREDIT_BYTES = 4 * REMOTE_CHUNK_BYTES
+# Of a link to a server that owns less than another one. Its bytes would take the card from those
+# that arrive last.
+LIGHT_CREDIT_BYTES = REMOTE_CHUNK_BYTES
 # Most unsent bytes that the kernel holds of a connection to another machine. The kernel knows no
 # priorities and would take 4 MiB. At 100 Gbit/s these bytes last 42 us, longer than a wake-up
 # takes; slower links hold less (follow_pace() in _send.pxi).
@@ -201,18 +204,21 @@ def open_transport(config: Config) -> TcpTransport:
     )
 
 
-def choose_credit(descriptor: int, config: Config) -> int:
+def choose_credit(descriptor: int, config: Config, *, is_light: bool = False) -> int:
     """Return the credit of a link in bytes: as configured, else by where the link leads.
 
     On one machine, the bytes that are pushed and have no result yet should fit the caches. Between
     machines, little credit keeps the workers in step, so that results travel back while the rest
-    is still pushed; it must last for a round trip.
+    is still pushed. It shares a card as well: links of one card move bytes in proportion to their
+    credit. is_light: another server owns more than this one.
     """
     if config.credit_bytes:
         return config.credit_bytes
     sock = socket.socket(fileno=descriptor)
     try:
-        return SAME_HOST_CREDIT_BYTES if sockets.is_same_host(sock) else REMOTE_CREDIT_BYTES
+        if sockets.is_same_host(sock):
+            return SAME_HOST_CREDIT_BYTES
+        return LIGHT_CREDIT_BYTES if is_light else REMOTE_CREDIT_BYTES
     finally:
         sock.detach()
 

@@ -31,7 +31,9 @@ asked for, and the queue's consumer side. Lock order: send_lock, then io.lock.
 cimport cython
 from libc.errno cimport EAGAIN, EINTR, errno
 from libc.math cimport sqrt
-from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport (
+    INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t,
+)
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memmove, memset
 
@@ -69,8 +71,8 @@ cdef extern from "<linux/tcp.h>" nogil:
         uint32_t tcpi_notsent_bytes
         uint32_t tcpi_snd_wnd           # bytes that the peer has room for; 0 before Linux 5.4
         uint32_t tcpi_snd_mss
+        uint32_t tcpi_min_rtt           # microseconds; UINT32_MAX: not known yet
         uint64_t tcpi_bytes_acked
-        uint64_t tcpi_delivery_rate     # bytes per second
     int TCP_INFO
     int TCP_NOTSENT_LOWAT
     int TCP_NODELAY
@@ -200,14 +202,14 @@ cdef struct TcpLink:
     uint64_t acked              # bytes when that was set
 
 
-cdef double tcp_pace(BaseLink* base) noexcept nogil:
-    """Return the nanoseconds that a byte takes, by the kernel's delivery rate; 0: unknown."""
+cdef double tcp_latency(BaseLink* base) noexcept nogil:
+    """Return the shortest round trip of some minutes, in nanoseconds; 0: unknown."""
     cdef tcp_info info
     cdef unsigned int size = sizeof(info)
     memset(&info, 0, sizeof(info))
-    if getsockopt(base.fd, IPPROTO_TCP, TCP_INFO, &info, &size) or not info.tcpi_delivery_rate:
+    if getsockopt(base.fd, IPPROTO_TCP, TCP_INFO, &info, &size) or info.tcpi_min_rtt == UINT32_MAX:
         return 0
-    return 1e9 / <double>info.tcpi_delivery_rate
+    return 1e3 * info.tcpi_min_rtt
 
 
 include "_sealed.pxi"
@@ -303,7 +305,7 @@ OPS.serve = tcp_serve
 OPS.stop = tcp_stop
 OPS.release = tcp_release
 OPS.event = tcp_event
-OPS.pace = tcp_pace
+OPS.latency = tcp_latency
 OPS.look = tcp_look
 
 
