@@ -22,7 +22,7 @@ from fastps.algorithms.local_blocks import ArrayBlocks, Block, Blocks, Participa
 from fastps.algorithms.server_parameters import ServerParameters
 from fastps.contract.compression import Choice
 from fastps.errors import ConfigError
-from fastps.session.current import current
+from fastps.session.current import check_not_elastic, current
 from fastps.worker.handle import Array
 
 Schedule: TypeAlias = Callable[[float], float]
@@ -90,6 +90,7 @@ class AsyncSteps(Blocks):
             name: self._view(block.agreed)
             for (name, _), block in zip(named, self._blocks, strict=True)
         }
+        check_not_elastic("AsyncLocalSGD", "use ServerParameters")
         self._held = ServerParameters(arrays, prefix=f"{prefix}.", compression=compression)
         self._clock = ServerParameters({"updates": np.zeros(1)}, prefix=f"{prefix} clock.")
         self._stamp = 0.0

@@ -12,18 +12,19 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 
 from fastps.contract.compression import Choice
 from fastps.contract.contract import ANY_STALENESS, PROMPT, Compensation, Policy
 from fastps.errors import ConfigError
-from fastps.session.current import current
+from fastps.session.current import check_not_elastic, current
 from fastps.types import DType, dtype_of
 from fastps.worker.handle import Array, Handle, MappedHandle
 
 if TYPE_CHECKING:
+    from fastps.algorithms.server_copies import ServerCopies
     from fastps.session.session import Session
 
 # lambda, or a Compensation; "adaptive": lambda_0 = 2 and decay 0.95, of the paper's section 6.1
@@ -56,7 +57,8 @@ class ServerParameters:
         times a gradient, float32 or float64; see docs/async.md. compression: of push_pull(), for
         changes and answers of float32 or float64, without a bound of staleness. Losses of an
         answer are made up by the next answer, and with error feedback those of a change by the
-        next change. All workers must pass the same options, else MismatchError.
+        next change. All workers must pass the same options, else MismatchError. An elastic job
+        takes float32 and float64, without these options but prefix (ConfigError).
         ConfigError if there is no server; a single worker needs none.
         """
         self._prefix, self.bound = prefix, _bound_of(staleness)
@@ -67,7 +69,10 @@ class ServerParameters:
         self._dtype = dtype
         self._home = current()
         self._copies: dict[str, Array] = {}  # of parameters that encoded answers update
-        if self._session.size > 1:
+        self._kept: ServerCopies | None = None  # in an elastic job: what survives a server
+        if self._session.is_elastic:
+            self._keep(compression)
+        elif self._session.size > 1:
             self._seed(compression)
 
     @property
@@ -75,6 +80,28 @@ class ServerParameters:
         """Return the session that holds them; ShutdownError once that has ended."""
         self._home.check_usable()
         return self._home
+
+    def _keep(self, compression: Choice) -> None:
+        """Have servers hold values that all survivors go on with."""
+        from fastps.algorithms.server_copies import ServerCopies  # noqa: PLC0415  (few jobs)
+
+        if self.bound != ANY_STALENESS or self.compensation.strength or compression is not None:
+            raise ConfigError(
+                "an elastic job supports ServerParameters without a bound of staleness, delay "
+                "compensation and compression only: leave staleness=, delay_compensation= and "
+                "compression= out, or start the job without --min"
+            )
+        for name, array in zip(self._names, self.arrays, strict=True):
+            code = self._dtype or dtype_of(array.dtype)
+            if code not in (DType.FLOAT32, DType.FLOAT64):
+                raise ConfigError(
+                    f"tensor {name!r} is {code.name.lower()}, and in an elastic job "
+                    "ServerParameters are float32 or float64: convert it, or start the job "
+                    "without --min"
+                )
+        self._kept = ServerCopies(
+            cast("Any", self._session), self._names, self.arrays, self._prefix
+        )
 
     def _seed(self, compression: Choice) -> None:
         specs = [
@@ -131,6 +158,8 @@ class ServerParameters:
             raise ValueError(
                 f"{len(self.arrays)} parameters need as many changes, got {len(deltas)}"
             )
+        if self._kept is not None:
+            return MappedHandle([self._kept.push_async(deltas)], lambda _: self.arrays)
         if self._session.size > 1:
             return MappedHandle(self._start(deltas, rate), lambda _: self._take_answer())
         for array, delta in zip(self.arrays, deltas, strict=True):
@@ -178,6 +207,8 @@ class ServerParameters:
         No push of this worker may be in flight. Waits for no worker, but workers that share memory
         must all call it. Later encoded answers are changes of these values.
         """
+        if self._kept is not None:
+            return self._kept.read()
         found = [array.copy() for array in self.arrays]
         if self._session.size > 1:
             self._session.start_held("start_pull", self._names, found).wait()
@@ -190,6 +221,7 @@ class ServerParameters:
         All workers call it, with no push of theirs in flight. values: on rank 0 of read(); on
         others any arrays of these shapes.
         """
+        check_not_elastic("values given to servers again", "make new ServerParameters of them")
         for array, value in zip(self.arrays, values, strict=True):
             array[...] = value
         if self._session.size == 1:

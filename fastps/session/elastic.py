@@ -67,6 +67,7 @@ from fastps.errors import (
     ViewChangedError,
 )
 from fastps.native.condition import Condition, Flag
+from fastps.session.elastic_copies import LOSSES, CopiesMixin
 from fastps.session.elastic_groups import ElasticGroups
 from fastps.session.elastic_handle import ElasticHandle, Scope
 from fastps.session.regroup import RegroupMixin
@@ -85,7 +86,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOSSES = (Status.PEER_LOST, Status.LINK_TIMEOUT, Status.SHUTDOWN)
 _NEWS_S = 15.0  # beyond a lease, for the scheduler to say which member is lost
 _LOOK_S = 0.005  # between looks whether something has landed that no thread waits for
 _SLOW_LOOK_S = 0.05  # the same while threads wait for all that is active, and report it themselves
@@ -100,7 +100,7 @@ class RootLostError(PeerLostError):
     """The root of a broadcast is lost; the same operation may begin from another worker."""
 
 
-class ElasticSession(RegroupMixin, Session):
+class ElasticSession(CopiesMixin, RegroupMixin, Session):
     """Membership of this process in an elastic job, over all its views."""
 
     is_elastic = True
@@ -115,7 +115,7 @@ class ElasticSession(RegroupMixin, Session):
         # of the same lock, each for one thread that would wake for nothing at most changes
         self.view_ends, self.unattended = Condition(lock), Condition(lock)
         self._generation = 0  # of the job, in this view
-        self.generations = {}
+        self.generations, self.copies = {}, {}
         self.ended_windows: dict[str, str] = {}  # of earlier views, by name: whose loss ended them
         self.told_view = 1  # the last one that the program knows of
         self._told_ended = 0  # and the scheduler, of links that ended
@@ -196,9 +196,9 @@ class ElasticSession(RegroupMixin, Session):
         if policy != Policy.SUM:
             raise ConfigError(
                 f"{policy.name} needs servers that keep values, which an elastic job would lose "
-                "with a server; unset FASTPS_ELASTIC_MIN, or use push_pull()"
+                "with a server; unset FASTPS_ELASTIC_MIN, or use push_pull() or ServerParameters"
             )
-        self._in_a_view(functools.partial(super().declare, specs, policy=policy, **terms))
+        self.in_a_view(functools.partial(super().declare, specs, policy=policy, **terms))
 
     def _spec(self, name: str, shape: tuple[int, ...], dtype: DType, **terms: Any) -> TensorSpec:
         """Describe a tensor; ConfigError for a rule that too few workers may be left for."""
@@ -296,7 +296,7 @@ class ElasticSession(RegroupMixin, Session):
         def meet() -> None:
             found.append(start(obj, self._root_now(root, f"object {name!r}"), name))
 
-        self._in_a_view(meet)
+        self.in_a_view(meet)
         return found[0]
 
     def root_of(self, root_rank: Any) -> tuple[str, int]:
@@ -380,10 +380,10 @@ class ElasticSession(RegroupMixin, Session):
                 if handle.scope is None and not handle.is_awaited:  # Scope.close() tells of others
                     self.unattended.notify_all()
 
-        self._in_a_view(start)
+        self.in_a_view(start)
         return handle
 
-    def _in_a_view(self, call: Callable[[], object]) -> None:
+    def in_a_view(self, call: Callable[[], object]) -> None:
         """Do something that needs the other members, again where the view ends meanwhile."""
         self._check_thread()
         while True:
@@ -483,7 +483,7 @@ class ElasticSession(RegroupMixin, Session):
 
     def _settle_failed(self, handle: ElasticHandle, view: int, status: int, left_s: float) -> None:
         """Await the view in which an operation is started again, or keep its error."""
-        if status not in _LOSSES:
+        if status not in LOSSES:
             self._keep_error(handle, handle.explain())
             return
         failure = self.connections.failure(handle.names[0], Status.PEER_LOST)
@@ -776,7 +776,7 @@ class ElasticSession(RegroupMixin, Session):
         If its view has ended, once the next one has begun, so that it can be called again.
         """
         is_over = connections is not None and connections is not self.connections
-        if is_over and status in _LOSSES and not self.is_over:  # with its view
+        if is_over and status in LOSSES and not self.is_over:  # with its view
             return self.view_error(name)
         view = self._view_of((connections or self.connections).job.view)
         error = super().blame(name, status, connections=connections, **how)
@@ -887,16 +887,14 @@ class ElasticSession(RegroupMixin, Session):
         changes = self._take_changes(connections.job.generation)
         self._fence.wait()
         self._fence.watch(self.connections.job)
-        if (ruled := self._ruled_by_workers()) is not None:
-            self._fail(PeerLostError(
-                f"tensor {ruled!r} cannot be reduced: {self._cause}, and was the last server: its "
-                "rule is not applied by workers, of which some may lie. Restart the job"
-            ))  # fmt: skip
+        if (why := self._cannot_serve()) is not None:
+            self._fail(PeerLostError(why))
             return
         self._declare_specs([
             relaid(TensorSpec(name, layout), self._chunk_bytes)
             for name, layout in self._layouts.items()
         ])  # fmt: skip
+        self._renew_copies()
         with self.changed:
             handles = list(dict.fromkeys(self._active.values()))
         for handle in handles:
@@ -915,13 +913,6 @@ class ElasticSession(RegroupMixin, Session):
             self._generation = self.generations[self.view] = connections.job.generation
             self._board, self._on_board = connections.board, {}
             self.changed.notify_all()
-
-    def _ruled_by_workers(self) -> str | None:
-        """Return a tensor under a rule that servers applied, where no server is left."""
-        if not self._given.num_servers or self.config.num_servers:
-            return None
-        layouts = self._layouts.items()
-        return next((name for name, layout in layouts if layout.rule.has_meaning()), None)
 
     def _has_told(self, view: View) -> bool:
         """Call on_view with a view; False: it has raised, which ends this worker as a death does.

@@ -182,9 +182,7 @@ class ElasticHandle(Handle[Array | list[Array]]):
 
     def late(self, timeout_s: float) -> FastPSError:
         """Return the error of what has not ended in time."""
-        part = self._parts[-1]
-        late = next((one for one in part._tickets if not one.is_done), part._tickets[-1])
-        return part._waiting.explain(late, part._operation, None, timeout_s)
+        return self._parts[-1].late(timeout_s)
 
     def explain(self) -> FastPSError:
         """Return the error of what has failed."""

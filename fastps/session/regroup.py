@@ -51,6 +51,7 @@ class RegroupMixin:
     generations: dict[int, int]  # of the job, by view
 
     view: int
+    copies: dict[str, Any]
     changed: threading.Condition
     view_ends: threading.Condition
     config: Config
@@ -75,7 +76,7 @@ class RegroupMixin:
 
         def _await_view(self, view: int, timeout_s: float) -> None: ...
 
-        def _in_a_view(self, call: Callable[[], object]) -> None: ...
+        def in_a_view(self, call: Callable[[], object]) -> None: ...
 
         def _declare_specs(self, wanted: Sequence[TensorSpec]) -> None: ...
 
@@ -90,9 +91,10 @@ class RegroupMixin:
         """Whether nothing is in flight, so that newcomers can join here.
 
         A result that nobody has taken counts as well: a newcomer does not have it. So does a
-        checkpoint that is being saved, of which a newcomer does not know.
+        checkpoint that is being saved, of which a newcomer does not know. So do values that
+        servers hold, of which a newcomer has no copy.
         """
-        if Hold.is_any():
+        if Hold.is_any() or self.copies:
             return False
         with self.changed:
             is_busy = self._is_tracking or any(not one.has_ended for one in self._latest.values())
@@ -144,7 +146,7 @@ class RegroupMixin:
         """Declare what the others have declared, so that operations match; blocks."""
         self.has_newcomers = self.is_new = False
         fresh = [spec for spec in specs if spec.name not in self._tensors]
-        self._in_a_view(lambda: self._declare_specs(fresh))
+        self.in_a_view(lambda: self._declare_specs(fresh))
 
     # ---- the next view ----
 

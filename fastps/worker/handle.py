@@ -277,6 +277,11 @@ class OperationHandle(Handle[Array | list[Array]]):
             first = first or status
         return first
 
+    def late(self, timeout_s: float) -> FastPSError:
+        """Return the error of what has not ended in time."""
+        late = next((one for one in self._tickets if not one.is_done), self._tickets[-1])
+        return self._waiting.explain(late, self._operation, None, timeout_s)
+
     def _is_over(self) -> bool:
         return all(ticket.is_done for ticket in self._tickets)
 

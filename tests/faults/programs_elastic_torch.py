@@ -147,7 +147,7 @@ def refuse() -> dict[str, str]:
         "join": fps.join,
         "neighbors": lambda: fps.DistributedAdaptWithCombineOptimizer(plain(), model),
         "comm_hook": fps.comm_hook,
-        "asynchronous": lambda: fps.DistributedOptimizer(plain(), asynchronous=True),
+        "asynchronous": lambda: fps.DistributedOptimizer(plain(), asynchronous=True, staleness=1),
         "participation": lambda: fps.LocalSGD(model, plain(), sync_every=2, participation=0.5),
         "servers": lambda: fps.LocalSGD(model, plain(), sync_every=2, deadline_s=1.0),
         "sparse": sparse,

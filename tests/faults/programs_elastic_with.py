@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -111,8 +112,19 @@ def hold() -> dict[str, str]:
     fastps.init(elastic=fastps.Elastic(min=1))
     said = {}
     arrays = {"w": np.zeros(5, np.float32)}
+    held = fastps.ServerParameters(arrays, prefix="held.")
+
+    def hold_more(**options: Any) -> Callable[[], object]:
+        return lambda: fastps.ServerParameters(arrays, prefix="s.", **options)
+
+    half = {"w": np.zeros(5, np.float16)}
     for name, call in {
-        "ServerParameters": lambda: fastps.ServerParameters(arrays, prefix="s"),
+        "staleness": hold_more(staleness=2),
+        "compensation": hold_more(delay_compensation=0.04),
+        "compression": hold_more(compression="fp16"),
+        "half": lambda: fastps.ServerParameters(half, prefix="half."),
+        "prefix": lambda: fastps.ServerParameters(arrays, prefix="held."),
+        "seed": lambda: held.seed(held.read()),
         "HeldParameters": lambda: fastps.HeldParameters(arrays),
         "AsyncLocalSGD": lambda: fastps.AsyncLocalSGD(arrays, sync_every=2),
     }.items():

@@ -199,7 +199,7 @@ def test_a_commit_counts_for_a_worker_that_does_not_know_the_name(session):
 
 
 def test_what_holds_keeps_others_from_joining(session):
-    session._groups, session._latest = None, {}
+    session._groups, session._latest, session.copies = None, {}, {}
     assert session.is_at_boundary
     hold = Hold()
     assert not session.is_at_boundary
