@@ -253,13 +253,14 @@ class ServerCopies:
         return self._started(Flight(self, is_push=True))
 
     def read(self) -> list[Array]:
-        """Return the servers' values as new arrays; blocks."""
+        """Return the servers' values as new arrays of one dimension; blocks."""
         self._check_free()
         self._started(Flight(self, is_push=False)).wait()
-        return [
-            np.concatenate([one.known[: one.elements.size] for one in some]).reshape(array.shape)
-            for some, array in zip(self._blocks, self._arrays, strict=True)
-        ]
+        with self._lock:
+            return [
+                np.concatenate([one.known[: one.elements.size] for one in some])
+                for some in self._blocks
+            ]
 
     def _check_free(self) -> None:
         if self._flight is not None:
@@ -279,9 +280,10 @@ class ServerCopies:
         return flight
 
     def hand_out(self) -> None:
-        """Write the copies to the user's arrays."""
-        for block in self._all:
-            block.hand_out()
+        """Write the copies to the user's arrays, while no view replaces them."""
+        with self._lock:
+            for block in self._all:
+                block.hand_out()
 
 
 class Flight(Handle[None]):

@@ -208,7 +208,8 @@ class ServerParameters:
         must all call it. Later encoded answers are changes of these values.
         """
         if self._kept is not None:
-            return self._kept.read()
+            found = self._kept.read()
+            return [a.reshape(b.shape) for a, b in zip(found, self.arrays, strict=True)]
         found = [array.copy() for array in self.arrays]
         if self._session.size > 1:
             self._session.start_held("start_pull", self._names, found).wait()
