@@ -12,6 +12,7 @@
 #   make mutate  make 200 one-line mistakes, one at a time; fails where the tests notice too few
 #   make chaos   let processes, links, disks and clocks of 100 jobs fail, and check what they do
 #   make churn   let workers of one job come and go for five minutes, and check what they trained
+#   make first-day   play a newcomer's first day in clean Debians; installs debootstrap as root
 #   make clean   remove what was built; make distclean also removes .venv and .venvs
 # PYTHON=... chooses the interpreter, PIP_FLAGS=... is handed to every pip install.
 
@@ -31,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn first-day build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -122,6 +123,11 @@ SECONDS ?= 300
 
 churn: .venv/.test
 	$(RUN) -m tools.churn --seed $(SEED) --seconds $(SECONDS) $(CHURN_FLAGS)
+
+# FIRST_DAY_FLAGS="--room trixie --only ssh" plays a part; --help lists the flags.
+first-day: wheel .venv/.built
+	@command -v debootstrap >/dev/null || apt-get install -y -qq debootstrap
+	$(RUN) -m tools.firstday $(FIRST_DAY_FLAGS)
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.
 soak: .venv/.test
