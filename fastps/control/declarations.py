@@ -55,6 +55,7 @@ _UPDATES_CURE = (
     ": give all HeldParameters and Validators of it the same compression=, and all processes the "
     "same FASTPS_MIN_COMPRESS_BYTES"
 )
+_SAME_CURE = "; build the same model and call the same operations on all workers"
 _EARLY = -1  # a batch that no server has: declarations that wait for the validators
 MAX_KEPT = 256  # layouts and cuts that are shared
 MAX_POISON_LINES = 4  # tensors named in one MismatchError; the rest are counted
@@ -568,10 +569,12 @@ class Declarations:
         )
 
     def _mismatch_text(self, tensor: _Tensor, rank: int, layout: Layout) -> str:
+        is_one_array = (layout.dtype, layout.shape) == (tensor.layout.dtype, tensor.layout.shape)
+        describe = _describe_fully if is_one_array else _describe
         if rank in self._present(tensor):
             return (
-                f"tensor {tensor.name!r} was declared before as {_describe_fully(tensor.layout)}, "
-                f"and worker {rank} now declares {_describe_fully(layout)}; use another name or "
+                f"tensor {tensor.name!r} was declared before as {describe(tensor.layout)}, "
+                f"and worker {rank} now declares {describe(layout)}; use another name or "
                 "prefix=, or forget() it first"
             )
         first = (tensor.agreed & -tensor.agreed).bit_length() - 1
@@ -580,11 +583,10 @@ class Declarations:
         theirs = tensor.layout.parts or ((tensor.name, tensor.layout.dtype, tensor.layout.shape),)
         if ours != theirs and (layout.parts or tensor.layout.parts):
             return _parts_text(ours, f"worker {rank}", theirs, others)
-        cure = _UPDATES_CURE if layout.updates != tensor.layout.updates else ""
+        cure = _UPDATES_CURE if layout.updates != tensor.layout.updates else _SAME_CURE
         return (
             f"tensor {tensor.name!r} differs between workers: worker {rank} declared "
-            f"{_describe_fully(layout)}, but {others} declared {_describe_fully(tensor.layout)}"
-            f"{cure}"
+            f"{describe(layout)}, but {others} declared {describe(tensor.layout)}{cure}"
         )
 
     def _names_text(self, ranks: Sequence[int]) -> str:

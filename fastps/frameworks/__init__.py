@@ -8,3 +8,19 @@ Read gradient_round.py (one round of gradients), array_exchange.py (lists of arr
 elastic.py and elastic_views.py (training that continues after a loss), then the folder of a
 framework.
 """
+
+import importlib.util
+import sys
+
+_INSTALL = {
+    "torch": "pip install torch, for CPUs alone with --index-url "
+    "https://download.pytorch.org/whl/cpu",
+    "ray": "pip install 'fastps[ray]'",
+}
+
+
+def require(module: str) -> None:
+    """Raise an error that says how to install a framework, where it is missing."""
+    if module not in sys.modules and importlib.util.find_spec(module) is None:
+        cure = _INSTALL.get(module, f"pip install {module}")
+        raise ModuleNotFoundError(f"{module} is not installed; run: {cure}", name=module)

@@ -49,6 +49,8 @@ _GUIDES = {
     "(OOM killer)": "it-stops",
     "the connection to ": "it-stops",
     "cannot start": "it-does-not-start",
+    "the job did not start within": "it-does-not-start",
+    "was killed by SIG": "it-stops",
 }
 _CURES = re.compile(r"(?:; let all workers call|\. Restart the job|\. Let all workers call).*")
 

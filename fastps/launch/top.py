@@ -72,7 +72,8 @@ def _shown(parsed: argparse.Namespace) -> Iterator[Callable[[list[Pace], list[Lo
 
 def _print(found: Sequence[Pace], *, is_last: bool) -> None:
     text = "\n".join(table(found))
-    sys.stdout.write(f"{text}\n" if is_last else f"{_CLEAR}{text}\n")
+    clear = "" if is_last or not sys.stdout.isatty() else _CLEAR
+    sys.stdout.write(f"{clear}{text}\n")
     sys.stdout.flush()
 
 

@@ -205,7 +205,9 @@ class HandshakeGate:
         while len(data) < nbytes:
             piece = await self._loop.sock_recv(sock, nbytes - len(data))
             if not piece:
-                raise ConnectionResetError("the other side left during the handshake")
+                raise ConnectionResetError(
+                    "the other side left during the handshake; it may have another job token"
+                )
             data += piece
         return data
 

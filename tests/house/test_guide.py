@@ -118,6 +118,9 @@ def test_the_guide_to_a_text(text, anchor):
          ""),
         (Cause("worker 0 was killed by SIGKILL: the kernel had no memory left in its control "
                "group (OOM killer)", 137, PART), "#it-stops"),
+        (Cause("worker 0 (pid 7) was killed by SIGKILL", 137, PART), "#it-stops"),
+        (Cause("the job did not start within 5 s: 1 of 2 workers joined", 1),
+         "#it-does-not-start"),
         (Cause("the job did not end within --timeout 5 seconds", 124), ""),
         (Cause("interrupted by SIGINT", 130), ""),
         (Cause("no answer from b within 5 s, so nothing was started", 1),

@@ -46,7 +46,13 @@ def _line_of(text: str, found: re.Match[str] | None) -> str:
 
 
 def play(room: Room, tasks: Sequence[Task], logs: Path, *, again: bool) -> list[str]:
-    """Play tasks in a room, and print a line for each; return their grades."""
+    """Play tasks in a room, and print a line for each; return their grades.
+
+    again: leave out installations that an earlier run has noted in the file that is beside logs.
+    """
+    notes = logs.with_suffix(".installed")
+    installed = notes.read_text().splitlines() if again and notes.exists() else []
+    needed = {task.after for task in TASKS}
     grades: dict[str, str] = {}
     for task in tasks:
         done, said = Done(0, 0.0, ""), ""
@@ -54,17 +60,20 @@ def play(room: Room, tasks: Sequence[Task], logs: Path, *, again: bool) -> list[
             grades[task.name], said = "-", task.why_not
         elif grades.get(task.after, "good") != "good":
             grades[task.name], said = "-", f"needs: {task.after}"
-        elif again and any(task.name == other.after for other in TASKS):
+        elif task.name in installed:
             continue
         else:
             room.write(task.files)
             done = room.type(task.types, limit_s=task.limit_s, machines=task.machines)
             grades[task.name], said = grade(task, done)
+            if task.name in needed and grades[task.name] == "good":
+                installed.append(task.name)
             text = f"{task.types}\n# {'-' * 70}\n{done.output}# status {done.status}\n"
             (logs / f"{task.name.replace(' ', '-').replace('/', '-')}.log").write_text(text)
         seconds = f"{done.seconds:.0f}" if done.output else ""
         row = (task.name, grades[task.name], seconds, f"{task.limit_s:.0f}", said)
         print(TABLE.format(*row), flush=True)
+    notes.write_text("\n".join(installed))
     return list(grades.values())
 
 

@@ -290,11 +290,12 @@ TASKS = (
         "a port in use",
         "python -m http.server 7654 >/dev/null 2>&1 &\n"
         "until ss -ltn | grep -q :7654; do sleep 0.1; done\n"
-        "fastps-run -np 2 --scheduler-port 7654 python first.py",
-        ("7654.*in use", "--scheduler-port"),
+        "fastps-run --machines 2 --machine-rank 0 --scheduler-host 127.0.0.1 "
+        "--scheduler-port 7654 --token-file 1.token -np 1 python first.py",
+        ("127.0.0.1:7654.*in use.*--scheduler-port",),
         files={"first.py": block("docs/index.md", "fastps.push_pull")},
         status=1,
-        after="install the wheel",
+        after="a wrong token",
     ),
     Task(
         "a worker is killed",
@@ -383,7 +384,7 @@ TASKS = (
     Task(
         "measure this machine",
         printed("README.md", "fastps-bench --sizes 4K,1M --runs 2 --turn 0.05"),
-        ("4 KB|4K", "1 MB|1M"),
+        (r"^4K +registered", r"^1M +private"),
         limit_s=120,
         after="install the wheel",
     ),
@@ -411,8 +412,8 @@ TASKS = (
         "print(secrets.token_hex(32))' > job.token)")
         + '"\n'
         + "run='fastps-run --machines 2 --scheduler-host 10.0.0.1 --scheduler-port 7654 "
-        "--token-file job.token -np 1 python first.py'\n"
-        'as_user b "$run --machine-rank 1" & as_user a "$run --machine-rank 0" && wait %3',
+        "--token-file job.token -np 1 --machine-rank'\n"
+        'as_user b "$run 1 python first.py" & as_user a "$run 0 python first.py" && wait %3',
         (r"0 \[0\.5 0\.5", r"1 \[0\.5 0\.5"),
         files={"first.py": block("docs/index.md", "fastps.push_pull")},
         machines=True,
@@ -429,9 +430,17 @@ TASKS = (
     Task(
         "a machine that does not exist",
         TWO_MACHINES + "as_user a 'fastps-run -H a:1,c:1 --start-timeout 10 python first.py'",
-        ("cannot start on c", "ssh c true|name"),
+        ("cannot start on c .*check the host name", "docs/troubleshooting.md#it-does-not-start"),
         files={"first.py": block("docs/index.md", "fastps.push_pull")},
         machines=True,
+        status=255,  # ssh's
+        after="install the wheel",
+    ),
+    Task(
+        "PyTorch is missing",
+        "python -c 'import fastps.torch'",
+        (r"pip install .*fastps\[torch\]|pip install torch",),
+        never=("Segmentation",),
         status=1,
         after="install the wheel",
     ),

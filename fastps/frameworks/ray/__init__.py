@@ -4,3 +4,7 @@
 job.py      scheduler and servers of a job, and the settings of its workers
 train.py    the same for Ray Train: a backend for its trainers
 """
+
+from fastps.frameworks import require
+
+require("ray")

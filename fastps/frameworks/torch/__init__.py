@@ -9,3 +9,7 @@ algorithms/     local SGD and DiLoCo, steps that validators judge
 distributed/    the backend "fastps" of torch.distributed, a communication hook for its DDP
 elastic.py, elastic_sampler.py, saved_states.py  training that continues after a loss
 """
+
+from fastps.frameworks import require
+
+require("torch")
