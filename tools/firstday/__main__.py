@@ -114,7 +114,7 @@ def main() -> int:
         if not options.again:
             room.empty()
             room.bring(wheels[-1])
-        print(TABLE.format("task", "grade", "s", "limit", "seen"))
+        print(TABLE.format("task", "grade", "s", "limit", "seen"), flush=True)
         mine = play(room, tasks, logs, again=options.again)
         played = [one for one in mine if one != "-"]
         print(f"{played.count('good')} of {len(played)} good, {mine.count('-')} left out\n")

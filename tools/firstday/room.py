@@ -22,8 +22,11 @@ MIRROR = "http://deb.debian.org/debian"
 PACKAGES = "ca-certificates,iproute2,openssh-server,openssh-client,procps,python3,python3-venv"
 PYTHONS = {"bookworm": "3.11", "trixie": "3.13"}  # Debian 12 and 13
 USER = "newcomer"
-# The shell of a newcomer, and root's, who has a network of several machines.
+HOSTS = "127.0.0.1 localhost\n127.0.1.1 debian\n"  # as Debian's installer writes them
+# This shell is process 1, with which all others end. chroot is not: the kernel forgets to end
+# what changes its user.
 ENTER = """set -e
+hostname debian
 mount -t overlay overlay -o lowerdir={base},upperdir={upper},workdir={work} {root}
 mount -t proc proc {root}/proc
 mount -t sysfs sysfs {root}/sys
@@ -37,7 +40,7 @@ mount -t tmpfs tmpfs -o mode=1777 {root}/dev/shm
 mount -t tmpfs tmpfs -o mode=755 {root}/run
 mkdir -p {root}/run/netns {root}/run/sshd
 {binds}
-exec chroot {userspec} {root} env -i {environment} bash /tmp/task.sh
+chroot {userspec} {root} env -i {environment} bash /tmp/task.sh || exit $?
 """
 
 
@@ -109,6 +112,7 @@ class Room:
         settings = "\n".join(f"{key} = {value}" for key, value in pip_settings().items())
         (self.upper / "etc").mkdir(exist_ok=True)
         (self.upper / "etc/pip.conf").write_text(f"[global]\n{settings}\n")
+        (self.upper / "etc/hosts").write_text(HOSTS)
         shutil.copy("/etc/resolv.conf", self.upper / "etc/resolv.conf")
 
     def type(self, script: str, *, limit_s: float, machines: bool = False) -> Done:
@@ -118,7 +122,8 @@ class Room:
         (self.upper / "tmp").mkdir(parents=True, exist_ok=True)
         (self.upper / "tmp").chmod(0o1777)
         (self.upper / "tmp/task.sh").write_text(f"cd\n{script}\n")
-        words = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"]
+        words = ["setpriv", "--pdeathsig", "KILL", "unshare", "--fork", "--kill-child"]
+        words += ["--mount", "--pid", "--uts", "--ipc"]
         words += ["--net"] if machines else []
         begun = time.monotonic()
         with subprocess.Popen(

@@ -166,7 +166,8 @@ for name in a b; do ip netns add $name; ip -n $name link set lo up; done
 ip -n a link add eth0 type veth peer name eth0 netns b
 ip -n a addr add 10.0.0.1/24 dev eth0; ip -n a link set eth0 up
 ip -n b addr add 10.0.0.2/24 dev eth0; ip -n b link set eth0 up
-printf '127.0.0.1 localhost\\n10.0.0.1 a\\n10.0.0.2 b\\n' > /etc/hosts
+printf '127.0.0.1 localhost\\n10.0.0.1 a\\n10.0.0.2 b\\n' > /tmp/hosts
+mount --bind /tmp/hosts /etc/hosts
 at() { name=$1; shift
   ip netns exec $name unshare --uts sh -c 'hostname $0; exec "$@"' $name "$@"; }
 as_user() { at $1 su newcomer -c "cd; PATH=~/fps/bin:\\$PATH; $2"; }
