@@ -103,12 +103,22 @@ def findings(settings: config.Config) -> Iterator[tuple[str, str]]:
     yield "versions", versions.describe()
     yield "packages", ", ".join(map(_package, PACKAGES))
     yield "CPUs", f"{len(os.sched_getaffinity(0))} for this process; {cpu_features()}"
+    yield "GPUs", _gpus()
     yield "shared memory", shm.can_share() or "works between workers of this machine"
     yield "Unix sockets", _unix_sockets()
     yield "RDMA", _rdma(settings)
     yield "encryption", _encryption()
     yield "lockable memory", _memory_limit()
     yield "transport", f"FASTPS_TRANSPORT={settings.transport}: {_ways(settings)}"
+
+
+def _gpus() -> str:
+    """Return which GPUs the kernel shows, and what becomes of tensors on one."""
+    found = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd")]
+    return (
+        f"{', '.join(sorted(map(str, found))) or 'none'}; sums are made on CPUs, and tensors of "
+        "PyTorch on a GPU are copied through the host"
+    )
 
 
 def _ways(settings: config.Config) -> str:
