@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tools.firstday.room import PYTHONS, Done, Room
@@ -90,9 +91,13 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "out/firstday",
                         help="of rooms and logs; default: out/firstday")  # fmt: skip
     parser.add_argument("--again", action="store_true", help="keep what the last run installed")
+    parser.add_argument("--patience", type=float, default=1.0, metavar="TIMES",
+                        help="multiply all limits, on a machine that is busy")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the tasks, and play none")
     options = parser.parse_args()
-    tasks = select(TASKS, options.only)
+    tasks = select(
+        (replace(task, limit_s=task.limit_s * options.patience) for task in TASKS), options.only
+    )
     if not tasks:
         names = ", ".join(task.name for task in TASKS)
         parser.error(f"no task's name has {' or '.join(options.only)}; there are: {names}")
