@@ -12,6 +12,7 @@ framework.
 import importlib.util
 import sys
 
+# What is not installed by its own name alone.
 _INSTALL = {
     "torch": "pip install torch, for CPUs alone with --index-url "
     "https://download.pytorch.org/whl/cpu",
@@ -22,5 +23,5 @@ _INSTALL = {
 def require(module: str) -> None:
     """Raise an error that says how to install a framework, where it is missing."""
     if module not in sys.modules and importlib.util.find_spec(module) is None:
-        cure = _INSTALL.get(module, f"pip install {module}")
-        raise ModuleNotFoundError(f"{module} is not installed; run: {cure}", name=module)
+        text = f"{module} is not installed; run: {_INSTALL[module]}"
+        raise ModuleNotFoundError(text, name=module)

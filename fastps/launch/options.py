@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import re
 import secrets
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fastps.config import MAX_PROCESSES
+from fastps.config import MAX_PROCESSES, nearest
 from fastps.config.versions import ShowVersion
 from fastps.config.words import add_words, count, number, word
 from fastps.launch.foreign_flags import (
@@ -270,7 +271,11 @@ def parse(arguments: Sequence[str]) -> Options:
     """Parse the arguments of `fastps-run`; SystemExit(2) with the reason if they are wrong."""
     parser = make_parser()
     is_version = list(arguments) == ["-v"]  # as in bfrun; -v N is a number of validators
-    found = vars(parser.parse_args(["--version"] if is_version else arguments))
+    parsed, unknown = parser.parse_known_args(["--version"] if is_version else arguments)
+    if unknown:
+        known = re.findall(r"--[a-z][\w-]+", parser.format_help())
+        parser.error(f"unknown arguments: {' '.join(unknown)}{nearest(unknown[0], known)}")
+    found = vars(parsed)
     for sentence in remove_ignored(found):
         sys.stderr.write(f"{parser.prog}: {sentence}\n")
     for flag, advice in ADVICE.items():

@@ -105,6 +105,7 @@ def test_a_double_dash_ends_the_options():
         (["--env", "FASTPS_TOKEN=9f3a61c07be2d584", "true"], "use --token-file"),
         (["--log-level", "loud", "true"], "invalid choice"),
         (["--unknown", "true"], "unknown"),
+        (["--encrpyt", "on", "true"], "did you mean --encrypt?"),
     ],
 )
 def test_wrong_words_are_refused_with_a_hint(words, hint, capsys):

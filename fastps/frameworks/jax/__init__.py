@@ -8,7 +8,3 @@ optimizer.py        distributed() for optax; broadcasts of pytrees
 async_training.py   the same with parameters that servers hold
 collectives.py      the other operations
 """
-
-from fastps.frameworks import require
-
-require("jax")

@@ -7,7 +7,3 @@ values.py       operations on values, between two batches
 variables.py    the parts that depend on the back end
 elastic.py      states and callbacks of elastic training
 """
-
-from fastps.frameworks import require
-
-require("keras")

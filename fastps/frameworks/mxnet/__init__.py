@@ -8,7 +8,3 @@ training.py  the optimizer, Gluon's trainer, broadcasts of parameters
 validated.py trainers whose updates validators judge
 store.py     the KVStore, and init()
 """
-
-from fastps.frameworks import require
-
-require("mxnet")

@@ -11,7 +11,3 @@ optimizer.py    DistributedOptimizer, of Keras or of sessions
 sessions.py     a hook and optimizers for TensorFlow 1's sessions
 strategy.py     MirroredStrategy
 """
-
-from fastps.frameworks import require
-
-require("tensorflow")
