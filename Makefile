@@ -126,7 +126,7 @@ churn: .venv/.test
 
 # FIRST_DAY_FLAGS="--room trixie --only ssh" plays a part; --help lists the flags.
 first-day: wheel .venv/.built
-	@command -v debootstrap >/dev/null || apt-get install -y -qq debootstrap
+	@command -v debootstrap >/dev/null || { apt-get update -qq; apt-get install -y -qq debootstrap gpgv; }
 	$(RUN) -m tools.firstday $(FIRST_DAY_FLAGS)
 
 # Fails on the first report of a sanitizer; tools/sanitize says what is run.

@@ -105,7 +105,7 @@ def main() -> int:
         print("\n".join(task.name for task in tasks))
         return 0
     if os.geteuid() != 0 or not shutil.which("debootstrap"):
-        parser.error("this needs root and debootstrap; run: apt-get install debootstrap")
+        parser.error("this needs root and debootstrap; run: apt-get install debootstrap gpgv")
     grades: list[str] = []
     for suite in options.room or PYTHONS:
         room = Room(suite, options.folder.resolve())
