@@ -5,7 +5,8 @@
 #   make test    the whole test suite, style and types included
 #   make test-frameworks   the plugins, each with its framework in .venvs/
 #   make bench   measure against the alternatives
-#   make wheel   manylinux wheels for every Python that is here, in dist/
+#   make wheel   manylinux wheels for every Python that is here, and the source archive, in dist/
+#   make release   the same and the packages' list, all checked; refuses what is not in CHANGELOG.md
 #   make sbom    the packages that 'pip install fastps' brings, as CycloneDX in out/sbom.json
 #   make docs    the site, in out/site; broken links are errors
 #   make soak    half an hour under the sanitizers, an hour of fuzzers, then a million names
@@ -32,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn first-day build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn first-day release build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -81,9 +82,16 @@ bench: .venv/.demo
 	$(RUN) tools/bench/peers/run.py --json out/peers.jsonl
 	$(RUN) tools/bench/train_torch.py --json out/train_torch.jsonl
 
-# Three tools with environments of their own, beside those of the frameworks.
+# Tools with environments of their own, beside those of the frameworks.
 wheel: .venvs/wheel/.made
 	PIP_FLAGS="$(PIP_FLAGS)" .venvs/wheel/bin/python tools/wheels.py
+
+# Uploads nothing. Says first what is missing, since the wheels take minutes.
+release: .venvs/release/.made
+	@$(PYTHON) tools/release.py ready
+	rm -rf dist
+	@$(MAKE) --no-print-directory wheel sbom
+	PIP_FLAGS="$(PIP_FLAGS)" .venvs/release/bin/python tools/release.py check
 
 # Nothing is compiled: the package itself counts by its name and version.
 INSTALLED := .venvs/installed
@@ -98,7 +106,7 @@ sbom: .venvs/sbom/.made
 docs: .venvs/docs/.made
 	NO_MKDOCS_2_WARNING=1 .venvs/docs/bin/mkdocs build --strict --quiet --site-dir out/site
 
-.venvs/wheel/.made .venvs/sbom/.made .venvs/docs/.made: .venvs/%/.made: $(METADATA)
+.venvs/wheel/.made .venvs/release/.made .venvs/sbom/.made .venvs/docs/.made: .venvs/%/.made: $(METADATA)
 	$(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) $$($(PYTHON) -c \
 		'import configparser as c; f = c.ConfigParser(); f.read("setup.cfg"); \

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build manylinux wheels for every Python there is, into dist/.
+"""Build the source archive, and manylinux wheels for every Python there is, into dist/.
 
     python tools/wheels.py [--python PATH ...] [--to FOLDER]
 
 Each Python of 3.11 to 3.14 that has its headers gets a wheel, built from the source archive, so
-that nothing of this folder slips in. auditwheel gives it the oldest manylinux tag that its
-symbols allow; nothing is bundled, and a library beyond the standard's list is an error. The
-Python that runs this needs `fastps[wheel]`; the others get what a build needs in an environment
-that is thrown away (PIP_FLAGS is handed to pip).
+that nothing of this folder slips in; the archive stays beside the wheels. auditwheel gives a wheel
+the oldest manylinux tag that its symbols allow; nothing is bundled, and a library beyond the
+standard's list is an error. The Python that runs this needs `fastps[wheel]`; the others get what
+a build needs in an environment that is thrown away (PIP_FLAGS is handed to pip).
 
 One commit gives the same bytes again, in any folder, with the same Python, compiler and packages,
 which are shown. All files get the time of SOURCE_DATE_EPOCH, else that of the commit.
@@ -66,10 +66,11 @@ def commit_time() -> str:
     return call("git", "-C", ROOT, "log", "-1", "--format=%ct").strip()
 
 
-def unpack_sources(folder: Path) -> Path:
+def unpack_sources(folder: Path, to: Path) -> Path:
     """Make the source archive and unpack it, with the modes of any umask; return its folder."""
     call(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT)
-    shutil.unpack_archive(next(folder.glob("*.tar.gz")), folder / "sources")
+    archive = shutil.copy(next(folder.glob("*.tar.gz")), to)
+    shutil.unpack_archive(archive, folder / "sources")
     for path in (folder / "sources").rglob("*"):
         path.chmod(0o755 if path.is_dir() or path.stat().st_mode & 0o100 else 0o644)
     return next((folder / "sources").iterdir())
@@ -115,14 +116,14 @@ def main() -> None:
     """Build what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--python", action="append", help="an interpreter; may be repeated")
-    parser.add_argument("--to", type=Path, default=ROOT / "dist", help="where the wheels go")
+    parser.add_argument("--to", type=Path, default=ROOT / "dist", help="where all goes")
     options = parser.parse_args()
     pythons = options.python or find_pythons()
     options.to.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("SOURCE_DATE_EPOCH", commit_time())
     os.umask(0o022)
     with tempfile.TemporaryDirectory() as scratch:
-        source = unpack_sources(Path(scratch))
+        source = unpack_sources(Path(scratch), options.to)
         for number, python in enumerate(pythons):
             begun = time.monotonic()
             print(f"{number + 1} of {len(pythons)}: {python}", flush=True)

@@ -7,22 +7,28 @@ import configparser
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from house_source import CYTHON_SUFFIXES, PACKAGE, ROOT
+from house_source import PACKAGE, ROOT
 
-METADATA = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 ONE_MODULE = "fastps.transport._link"  # one extension stands for all: the others take minutes
 BUILT = (".so", ".c", ".html", ".pyc")
 NEEDED = ["msgspec", "numba", "numpy"]
-FOR_DEVELOPERS = {"demo", "docs", "wheel", "sbom", "test"}
+FOR_DEVELOPERS = {"demo", "docs", "wheel", "release", "sbom", "test"}
+
+
+@pytest.fixture(scope="module")
+def release():
+    """Give the names of the program that checks releases."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    return runpy.run_path(str(ROOT / "tools/release.py"))
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +39,20 @@ def archives(tmp_path_factory):
     return folder
 
 
+def committed() -> set[str]:
+    """List what a commit of this tree would have."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no repository: what is built into an archive is what git knows")
+    listed = ("git", "-C", ROOT, "ls-files", "--cached", "--others", "--exclude-standard")
+    names = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name for name in names if (ROOT / name).exists()}
+
+
 def build(folder: Path, source: Path, *words: str) -> None:
     """Copy what a commit has to a new folder, and build it into another."""
-    source.mkdir(parents=True)
-    for name in METADATA:
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(PACKAGE, source / "fastps", ignore=lambda _, names: only_built(names))
+    for name in committed():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
     result = subprocess.run(
         [sys.executable, "-m", "build", "--no-isolation", *words, "--outdir", folder, source],
         env={**os.environ, "FASTPS_ONLY": ONE_MODULE, "SOURCE_DATE_EPOCH": "1700000000"},
@@ -49,10 +63,6 @@ def build(folder: Path, source: Path, *words: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stdout
-
-
-def only_built(names: list[str]) -> set[str]:
-    return {name for name in names if name.endswith(BUILT) or name == "__pycache__"}
 
 
 def sources(*suffixes: str) -> set[str]:
@@ -92,12 +102,32 @@ def test_wheel_offers_the_commands_and_asks_for_little(archives):
 
 
 @pytest.mark.timeout(300)
-def test_source_archive_can_be_built_from(archives):
-    with tarfile.open(next(archives.glob("*.tar.gz"))) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert sources(".py", ".pyi", *CYTHON_SUFFIXES) <= names
-    assert {*METADATA, "fastps/py.typed"} <= names
-    assert not {name for name in names if name.endswith(BUILT)}
+def test_source_archive_has_the_files_of_the_commit_and_nothing_built(archives, release):
+    archive = next(archives.glob("*.tar.gz"))
+    files = {name for name in committed() if not name.startswith(release["NOT_PUBLISHED"])}
+    assert release["archive_faults"](archive, files) == []
+    assert not {name for name in files if name.endswith(BUILT)}
+    first, *others = sorted(files)
+    assert "has besides the commit: " + first in release["archive_faults"](archive, {*others})[0]
+    assert "lacks: new.pyx;" in release["archive_faults"](archive, {*files, "new.pyx"})[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "reason"),
+    [
+        ("## 1.0.0\n\n- Faster.\n\n## 0.2.0\n- x\n", "", None),
+        ("## Unreleased\n\n## 1.0.0\n- Faster.\n", "", None),
+        ("## 1.0.0 (2027-01-05)\n- Faster.\n", "", None),
+        ("## 1.0.0\n- Faster.\n", " M setup.py\n", "the tree is dirty"),
+        ("## Unreleased\n- y\n## 1.0.0\n- x\n", "", "lines under '## Unreleased'"),
+        ("## 1.0.0\n\n## 0.2.0\n- x\n", "", "no section '## 1.0.0'"),
+        ("## 0.2.0\n- x\n", "", "no section '## 1.0.0'"),
+    ],
+)
+def test_a_release_says_what_is_missing(release, changes, status, reason):
+    reasons = release["not_ready"]("1.0.0", changes, status)
+    assert len(reasons) == (reason is not None), reasons
+    assert reason is None or reason in reasons[0]
 
 
 @pytest.mark.timeout(300)
