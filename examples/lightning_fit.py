@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train with Lightning: its DDP strategy takes the backend by name.
+"""Train with Lightning: the strategy "fastps" is its DDP over the backend.
 
 torchrun --nproc-per-node 2 examples/lightning_fit.py
 """
@@ -8,7 +8,6 @@ import os
 
 import lightning
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -39,7 +38,7 @@ data = DataLoader(TensorDataset(x, x.sum(dim=1, keepdim=True)), batch_size=16, s
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=SIZE,
-    strategy=DDPStrategy(process_group_backend="fastps") if SIZE > 1 else "auto",
+    strategy="fastps" if SIZE > 1 else "auto",
     max_epochs=5,
     logger=False,
     enable_checkpointing=False,

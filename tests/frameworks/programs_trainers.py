@@ -28,6 +28,7 @@ import fastps.torch as fps  # an installed fastps needs no import for the backen
 SIZE = int(os.environ.get("FASTPS_SIZE", os.environ.get("WORLD_SIZE", "1")))
 RANK = int(os.environ.get("RANK", "0"))
 IS_FASTPS = int(os.environ.get("WORLD_SIZE", "1")) < SIZE  # trainers know of no other rank
+IS_BACKEND = SIZE > 1 and not IS_FASTPS
 BATCH = 8  # of all ranks
 STEPS = 6
 WIDTH = 12
@@ -49,7 +50,6 @@ def net() -> nn.Module:
 def lightning(folder: Path) -> nn.Module:
     """Let Lightning do all of it: the group of processes too."""
     import lightning  # noqa: PLC0415
-    from lightning.pytorch.strategies import DDPStrategy  # noqa: PLC0415
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -64,11 +64,10 @@ def lightning(folder: Path) -> nn.Module:
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
 
-    strategy = DDPStrategy(process_group_backend="fastps") if SIZE > 1 else "auto"
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=SIZE, strategy=strategy, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, use_distributed_sampler=False,
+        accelerator="cpu", devices=SIZE, strategy="fastps" if SIZE > 1 else "auto", max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder, use_distributed_sampler=False,
     )  # fmt: skip
     module, data = Module(), points()
     sampler = DistributedSampler(data, SIZE, RANK, shuffle=False)  # Lightning's own one shuffles
@@ -78,13 +77,16 @@ def lightning(folder: Path) -> nn.Module:
 
 
 def accelerate(folder: Path) -> nn.Module:
-    """Let Accelerate prepare a loop of our own; it takes the group that is there."""
+    """Let Accelerate prepare a loop of our own."""
     from accelerate import Accelerator, DataLoaderConfiguration  # noqa: PLC0415
+    from accelerate.utils import InitProcessGroupKwargs  # noqa: PLC0415
 
     accelerator = Accelerator(
-        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
-    )
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[InitProcessGroupKwargs(backend="fastps")] if SIZE > 1 else [],
+    )  # fmt: skip
     assert accelerator.num_processes == SIZE
+    assert SIZE == 1 or accelerator.state.backend == "fastps"
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(
@@ -127,7 +129,8 @@ def arguments(folder: Path) -> Any:
     from transformers import TrainingArguments  # noqa: PLC0415
 
     return TrainingArguments(
-        output_dir=str(folder / "trainer"), use_cpu=True, max_steps=STEPS, learning_rate=0.01,
+        output_dir=str(folder / "trainer"), use_cpu=not IS_BACKEND,
+        ddp_backend="fastps" if IS_BACKEND else None, max_steps=STEPS, learning_rate=0.01,
         per_device_train_batch_size=BATCH // SIZE, max_grad_norm=1.0, save_strategy="no",
         report_to=[], disable_tqdm=True, seed=5, data_seed=5, logging_strategy="no",
         lr_scheduler_type="constant",
@@ -207,7 +210,11 @@ def parts() -> list[str]:
     """List what is trained in this way of starting."""
     if SIZE == 1:
         return list(PARTS)
-    return ["wrapped", "parallel"] if IS_FASTPS else ["lightning", "accelerate", "transformers"]
+    if IS_FASTPS:
+        return ["wrapped", "parallel"]
+    # The first of them makes the group: another one under each launcher.
+    kinds = ["lightning", "accelerate", "transformers"]
+    return kinds[::-1] if "FASTPS_SIZE" in os.environ else kinds
 
 
 def save(model: nn.Module, path: Path) -> None:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from fastps.config.launchers import CARRIERS, Launcher
+from fastps.frameworks.torch.distributed import trainers
 from fastps.session import outside_job
 
 NAME = "fastps"  # torch is imported in functions, since it loads this file during its import
@@ -32,6 +33,7 @@ def register() -> None:
         _patch_comm_hooks()
         _patch_reducer()
         CARRIERS["torchrun"] = _agent_board
+        trainers.watch()
 
 
 def _agent_board(launcher: Launcher) -> Any:
