@@ -30,6 +30,8 @@ TOGETHER = (
     "resume.py {folder}/model.pt",
     "resume.py {folder}/model.pt",
     "ddp_port.py",
+    "recommend.py",
+    "gpt_text.py --steps 60",
 )
 LIMIT_S = 230
 
@@ -56,6 +58,14 @@ def test_examples_of_torch_learn_on_two_workers(tmp_path: Path) -> None:
     assert len(losses) == 2 * len(TOGETHER)
     assert said.count("epochs 0 to 9") == said.count("epochs 10 to 19") == 2
     assert max(losses) < 10, said  # an untrained layer of ten inputs has about 11
+    assert max(map(float, re.findall(r"loss ([\d.]+) nats", said))) < 3.3, said  # of 4.6
+    assert max(map(float, re.findall(r"loss ([\d.]+) \(zero", said))) < 0.5, said  # of 4
+
+
+def test_the_table_lists_every_example() -> None:
+    listed = re.findall(r"^\| `(\S+)`", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    names = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".ipynb")}
+    assert sorted(listed) == sorted(names)
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
