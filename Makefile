@@ -7,6 +7,7 @@
 #   make bench   measure against the alternatives
 #   make wheel   manylinux wheels for every Python that is here, and the source archive, in dist/
 #   make release   the same and the packages' list, all checked; refuses what is not in CHANGELOG.md
+#   make wheel-aarch64   a wheel for Python 3.11 on aarch64, cross-built, tried in an emulator
 #   make sbom    the packages that 'pip install fastps' brings, as CycloneDX in out/sbom.json
 #   make docs    the site, in out/site; broken links are errors
 #   make soak    half an hour under the sanitizers, an hour of fuzzers, then a million names
@@ -33,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 STAMP := build/.packages
 
-.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn first-day release build clean distclean
+.PHONY: all packages demo test test-frameworks check unit bench wheel sbom docs soak mutate chaos churn first-day release wheel-aarch64 build clean distclean
 .DELETE_ON_ERROR:
 .PRECIOUS: .venvs/%/.made
 
@@ -85,6 +86,10 @@ bench: .venv/.demo
 # Tools with environments of their own, beside those of the frameworks.
 wheel: .venvs/wheel/.made
 	PIP_FLAGS="$(PIP_FLAGS)" .venvs/wheel/bin/python tools/wheels.py
+
+# Its workers run in qemu, and fastps-run here.
+wheel-aarch64: .venv/.test
+	PIP_FLAGS="$(PIP_FLAGS)" $(RUN) tools/aarch64.py
 
 # Uploads nothing. Says first what is missing, since the wheels take minutes.
 release: .venvs/release/.made
