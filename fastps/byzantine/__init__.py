@@ -19,11 +19,15 @@ docs/byzantine.md says which rule is for what.
 from fastps.byzantine import attacks
 from fastps.byzantine.rules import (
     ARC,
+    CAF,
+    MDA,
     NNM,
+    SMEA,
     Average,
     Bucketing,
     Bulyan,
     CenteredClipping,
+    Clipping,
     GeometricMedian,
     Krum,
     MeanAroundMedian,
@@ -52,12 +56,16 @@ from fastps.contract.rule import Choice
 
 __all__ = [
     "ARC",
+    "CAF",
+    "MDA",
     "NNM",
+    "SMEA",
     "Average",
     "Bucketing",
     "Bulyan",
     "CenteredClipping",
     "Choice",
+    "Clipping",
     "FLTrust",
     "FedAsync",
     "GeometricMedian",

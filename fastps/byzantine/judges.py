@@ -121,7 +121,7 @@ def _ruled(rule: Rule | None, function: Any, likes: Sequence[Array], n: int) -> 
         ])  # fmt: skip
     model = ModelRule(rule, likes)
     if rule.is_mixed:
-        last = _ruled(rule._replace(arc=0, nnm=0, bucket=0), None, likes, n)
+        last = _ruled(rule._replace(arc=0, nnm=0, clip=0.0, bucket=0), None, likes, n)
         return Unscored(
             lambda case: last.judge(case._replace(rows=model.mixes(case.rows, case.number)))[1]
         )

@@ -23,6 +23,10 @@ from fastps.reduce import norms
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Row: TypeAlias = Sequence[Array | None]
+_CHOICES = {
+    Kind.BULYAN: reference.bulyan_choice, Kind.MDA: reference.least_diameter,
+    Kind.SMEA: reference.least_spread,
+}  # fmt: skip
 
 
 class ModelRule:
@@ -51,8 +55,10 @@ class ModelRule:
         """
         if self._rule.bucket and rows:
             rows = self._buckets(rows, number)
-        if self._rule.arc and rows:
-            radius = reference.arc_radius(np.sqrt(self._square_norms(rows)), self._rule.arc)
+        if (self._rule.arc or self._rule.clip) and rows:
+            radius = self._rule.clip or reference.arc_radius(
+                np.sqrt(self._square_norms(rows)), self._rule.arc
+            )
             factors = self._factors(rows, radius)
             rows = [
                 [one if one is None else norms.mix([one], [factor], one) for one in row]
@@ -87,7 +93,7 @@ class ModelRule:
             case Kind.CENTERED_CLIPPING:
                 return self._centered(self._squares([*rows, self._last]), there.T)
             case _:
-                return self._krum(self._pairs(rows, there), there)
+                return self._picked(self._pairs(rows, there), there)
 
     def _mixed(self, rows: Sequence[Row], weights: Array) -> list[Array]:
         """Return each block's mix; centered clipping keeps it as the next round's center."""
@@ -165,9 +171,15 @@ class ModelRule:
 
     # ---- Krum and its kin: chosen for each block among the updates that have it ----
 
-    def _krum(self, pairs: Array, there: Array) -> Array:
+    def _picked(self, pairs: Array, there: Array) -> Array:
         weights = np.zeros((there.shape[1], there.shape[0]))
         for place in range(len(weights)):
+            if self._rule.kind is Kind.CAF:
+                senders = np.flatnonzero(there[:, place])
+                f = self._rule.lies_among(len(senders))
+                squares = pairs[np.ix_(senders, senders)]
+                weights[place, senders] = reference.caf_weights(squares, f) if senders.size else 0
+                continue
             chosen = self._chosen(pairs, there[:, place])
             weights[place, chosen] = 1.0 / max(len(chosen), 1)
         return weights
@@ -188,8 +200,8 @@ class ModelRule:
         squares = pairs[np.ix_(senders, senders)]
         if m == 0:
             return []
-        if rule.kind is Kind.BULYAN:
-            places = reference.bulyan_choice(squares, f)
+        if rule.kind in _CHOICES:
+            places = _CHOICES[rule.kind](squares, f)
         else:
             order = np.argsort(reference.krum_scores(squares, f), kind="stable")
             keep = 1 if rule.kind is Kind.KRUM else min(rule.keep or m - f, m)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +31,8 @@ def combine(
         table = bucket_means(table, rule.bucket, rule.seed, version)
     if rule.gives_nothing(len(table)):
         return np.zeros(shape)
+    if rule.clip:
+        table = clipped(table, rule.clip)
     if rule.arc:
         table = clipped(table, arc_radius(np.linalg.norm(table, axis=1), rule.arc))
     if rule.nnm:
@@ -74,6 +77,12 @@ def _made(rule: Rule, table: Array, z: Array) -> Array:
             made = table[krum_order(table, f)[:keep]].mean(axis=0)
         case Kind.BULYAN:
             made = bulyan(table, f)
+        case Kind.MDA:
+            made = table[least_diameter(square_distances(table), f)].mean(axis=0)
+        case Kind.SMEA:
+            made = table[least_spread(square_distances(table), f)].mean(axis=0)
+        case Kind.CAF:
+            made = caf_weights(square_distances(table), f) @ table
         case _:
             made = own(rule.own, table)
     return made
@@ -153,6 +162,61 @@ def bulyan(table: Array, f: int) -> Array:
     """Average, of each column of the chosen, those nearest to the median."""
     chosen = table[bulyan_choice(square_distances(table), f)]
     return mean_near(chosen, np.median(chosen, axis=0), len(chosen) - 2 * f)
+
+
+def centered_products(squares: Array, weights: Array) -> Array:
+    """Return the products <x_i - z, x_j - z> from distances; z: the mean by weights of sum 1."""
+    to_all = squares @ weights
+    products: Array = (to_all[:, None] + to_all[None] - weights @ to_all - squares) / 2
+    return products
+
+
+def top_direction(squares: Array, weights: Array) -> tuple[float, Array]:
+    """Return the covariance's largest eigenvalue, and how far out rows lie along its vector.
+
+    The eigenvectors of sum w_i (x_i - z)(x_i - z)' are combinations of x_i - z. Those of the
+    matrix sqrt(w_i w_j) <x_i - z, x_j - z> say which, and have the same eigenvalues. How far: up
+    to a factor.
+    """
+    products, roots = centered_products(squares, weights), np.sqrt(weights)
+    values, vectors = np.linalg.eigh(roots[:, None] * products * roots)
+    return max(float(values[-1]), 0.0), products @ (roots * vectors[:, -1])
+
+
+def least_diameter(squares: Array, f: int) -> list[int]:
+    """Choose the m - f rows whose largest distance is least; of as good ones the first."""
+    return list(min(_subsets(len(squares), f), key=lambda one: squares[np.ix_(one, one)].max()))
+
+
+def least_spread(squares: Array, f: int) -> list[int]:
+    """Choose the m - f rows whose covariance has the least largest eigenvalue."""
+    even = np.full(len(squares) - f, 1 / (len(squares) - f))
+
+    def spread(one: tuple[int, ...]) -> float:
+        return top_direction(squares[np.ix_(one, one)], even)[0]
+
+    return list(min(_subsets(len(squares), f), key=spread))
+
+
+def _subsets(m: int, f: int) -> itertools.combinations[tuple[int, ...]]:
+    return itertools.combinations(range(m), m - f)  # type: ignore[return-value]
+
+
+def caf_weights(squares: Array, f: int) -> Array:
+    """Return CAF's weights, which add up to 1."""
+    m = len(squares)
+    counts = np.ones(m)
+    best, least = counts / m, np.inf
+    while counts.sum() > m - 2 * f:
+        weights = counts / counts.sum()
+        value, along = top_direction(squares, weights)
+        if value < least:
+            best, least = weights, value
+        far = np.where(counts > 0, np.abs(along), 0.0)
+        if value == 0 or not far.max() > 0:
+            break
+        counts = counts * (1 - (far / far.max()) ** 2)
+    return best
 
 
 def bucket_order(m: int, seed: int, version: int) -> list[int]:

@@ -86,6 +86,38 @@ def Bulyan(f: int) -> Rule:
     return _made(Rule(Kind.BULYAN, f))
 
 
+def MDA(f: int) -> Rule:
+    """Average the m - f updates whose largest distance from each other is least; 2f < m.
+
+    Of as good subsets the first. Compares all subsets, at most 65536. El Mhamdi, Guerraoui,
+    Guirguis and Rouault, "SGD: decentralized Byzantine resilience", 2019.
+    """
+    return _made(Rule(Kind.MDA, f))
+
+
+def SMEA(f: int) -> Rule:
+    """Average the m - f updates whose covariance has the least largest eigenvalue; 2f < m.
+
+    Of as good subsets the first. Compares all subsets, at most 65536. Allouah, Guerraoui, Gupta,
+    Pinot and Stephan, "On the privacy-robustness-utility trilemma in distributed learning", ICML
+    2023.
+    """
+    return _made(Rule(Kind.SMEA, f))
+
+
+def CAF(f: int) -> Rule:
+    """Weigh updates less that lie far out along the direction in which all differ most; 2f < m.
+
+    Weights c_i begin at 1. As long as they add up to more than m - 2f: with the mean and the
+    covariance by these weights, v the eigenvector of the largest eigenvalue, and tau_i the square
+    of update i's distance from the mean along v, c_i <- c_i (1 - tau_i / max tau), the maximum
+    over those with c_i > 0. The result is the mean of the least largest eigenvalue. Allouah,
+    Guerraoui and Stephan, "Towards trustworthy federated learning with untrusted participants",
+    ICML 2025.
+    """
+    return _made(Rule(Kind.CAF, f))
+
+
 def GeometricMedian(*, iterations: int = 64, nu: float = 1e-6) -> Rule:
     """Find the point with the least sum of distances, from the mean on, by smoothed Weiszfeld.
 
@@ -166,13 +198,29 @@ def ARC(rule: Rule, f: int | None = None) -> Rule:
     return _made(rule._replace(arc=found))
 
 
-def _before(rule: Rule, f: int | None, name: str) -> int:
+def Clipping(rule: Rule, radius: float) -> Rule:
+    """Clip updates that are longer than radius to it, before a rule.
+
+    In the place of ARC, which finds a radius in each round: Clipping(NNM(rule), radius).
+    """
+    _check_order(rule, "Clipping")
+    if not radius:
+        raise ConfigError(f"radius={radius}: Clipping needs a length above 0")
+    return _made(rule._replace(clip=radius))
+
+
+def _check_order(rule: Rule, name: str) -> None:
     if not isinstance(rule, Rule):
         raise TypeError(f"rule={rule!r}: {name} goes before a rule, for example TrimmedMean(2)")
-    if rule.bucket or rule.arc or (rule.nnm and name == "NNM"):
+    if rule.bucket or rule.arc or rule.clip or (rule.nnm and name == "NNM"):
         raise ConfigError(
-            f"{name} before {rule}: the order is Bucketing(ARC(NNM(rule))), each at most once"
+            f"{name} before {rule}: the order is Bucketing(ARC(NNM(rule))), each at most once, "
+            "with Clipping or ARC"
         )
+
+
+def _before(rule: Rule, f: int | None, name: str) -> int:
+    _check_order(rule, name)
     found = (rule.nnm or rule.f) if f is None else f
     if not found:
         raise ConfigError(f"f={f}: {name} needs the number of updates that may be lies, 1 or more")

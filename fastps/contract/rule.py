@@ -19,6 +19,7 @@ from fastps.types import DType
 
 MAX_VOICES = 256  # workers under a rule: distances between all pairs are kept
 MAX_ITERATIONS = 1000
+MAX_SUBSETS = 1 << 16  # that MDA and SMEA compare: a second at most
 MAX_NAME = 200
 FLOATS = (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16)
 _PLACE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -41,6 +42,9 @@ class Kind(IntEnum):
     MULTI_KRUM = 11
     BULYAN = 12
     OWN = 13
+    MDA = 14
+    SMEA = 15
+    CAF = 16
 
 
 # Rules that combine each element by itself: a tensor may be cut.
@@ -48,7 +52,10 @@ BY_ELEMENT = (
     Kind.AVERAGE, Kind.TRIMMED_MEAN, Kind.MEDIAN, Kind.PHOCAS, Kind.MEAN_AROUND_MEDIAN,
     Kind.SIGN_MAJORITY,
 )  # fmt: skip
-TRIMMING = (Kind.TRIMMED_MEAN, Kind.PHOCAS, Kind.MEAN_AROUND_MEDIAN)
+SUBSETS = (Kind.MDA, Kind.SMEA)
+MAJORITY = (
+    Kind.TRIMMED_MEAN, Kind.PHOCAS, Kind.MEAN_AROUND_MEDIAN, Kind.CAF, *SUBSETS
+)  # fmt: skip
 KRUMS = (Kind.KRUM, Kind.MULTI_KRUM)
 CLIPPING = (Kind.NORM_CLIPPING, Kind.CENTERED_CLIPPING)
 
@@ -61,7 +68,7 @@ class Rule(NamedTuple):
     iterations: of CENTERED_CLIPPING and GEOMETRIC_MEDIAN. nu: of GEOMETRIC_MEDIAN, the least
     distance that counts. bucket: updates that are averaged at random first; seed: of that choice.
     own: where a user's rule is found, module:name. arc, nnm: f of adaptive clipping, and of mixing
-    nearest neighbors after it, before the rule; 0 for none of it.
+    nearest neighbors after it, before the rule; 0 for none of it. clip: radius of clipping there.
     """
 
     kind: Kind = Kind.NONE
@@ -76,6 +83,7 @@ class Rule(NamedTuple):
     own: str = ""
     arc: int = 0
     nnm: int = 0
+    clip: float = 0.0
 
     def __str__(self) -> str:
         """Describe the rule for errors."""
@@ -97,9 +105,10 @@ class Rule(NamedTuple):
                 f"f before a rule must be a whole number from 0 to {MAX_VOICES - 1}, got "
                 f"arc={self.arc!r}, nnm={self.nnm!r}"
             )
-        if not all(isinstance(one, Real) for one in (self.share, self.radius, self.nu)):
+        if not all(isinstance(one, Real) for one in (self.share, self.radius, self.nu, self.clip)):
             raise ValueError(
-                f"share={self.share!r}, radius={self.radius!r}, nu={self.nu!r} must be floats"
+                f"share={self.share!r}, radius={self.radius!r}, nu={self.nu!r}, "
+                f"clip={self.clip!r} must be floats"
             )
         if not (0 <= self.f < MAX_VOICES and 0 <= self.keep <= MAX_VOICES):
             raise ValueError(
@@ -111,9 +120,10 @@ class Rule(NamedTuple):
                 "share must be 0 to below 0.5 and excludes f, got "
                 f"share={self.share:g}, f={self.f}"
             )
-        if not (0 <= self.radius < math.inf and 0 <= self.nu < math.inf):
+        if not all(0 <= one < math.inf for one in (self.radius, self.nu, self.clip)):
             raise ValueError(
-                f"radius and nu must be finite and 0 or more, got {self.radius:g} and {self.nu:g}"
+                f"radius, nu and clip must be finite and 0 or more, got {self.radius:g}, "
+                f"{self.nu:g} and {self.clip:g}"
             )
         if self.kind in CLIPPING and not self.radius:
             raise ValueError("clipping needs radius above 0, got 0")
@@ -159,6 +169,11 @@ class Rule(NamedTuple):
             )
         if self.keep > m:
             raise ValueError(f"keep must be at most the {m} updates, got {self.keep}")
+        if self.kind in SUBSETS and math.comb(m, self.f) > MAX_SUBSETS:
+            raise ValueError(
+                f"{self.kind.name.lower()} with f={self.f} of {m} updates compares "
+                f"{math.comb(m, self.f)} subsets, more than {MAX_SUBSETS}: take CAF, or less f"
+            )
 
     def voices(self, m: int) -> int:
         """Return how many updates the rule itself compares where m came."""
@@ -170,7 +185,7 @@ class Rule(NamedTuple):
             return 2 * f + 3
         if self.kind is Kind.BULYAN:
             return 4 * f + 3
-        return 2 * f + 1 if self.kind in TRIMMING else 1
+        return 2 * f + 1 if self.kind in MAJORITY else 1
 
     @property
     def full(self) -> int:
@@ -212,7 +227,7 @@ class Rule(NamedTuple):
     @property
     def is_mixed(self) -> bool:
         """Return whether updates are clipped or mixed before the rule."""
-        return any(self.early)
+        return any(self.early) or self.clip > 0
 
     @property
     def is_by_element(self) -> bool:

@@ -39,6 +39,9 @@ cdef int GEOMETRIC_MEDIAN = Kind.GEOMETRIC_MEDIAN
 cdef int KRUM = Kind.KRUM
 cdef int BULYAN = Kind.BULYAN
 cdef int OWN = Kind.OWN
+cdef int MDA = Kind.MDA
+cdef int SMEA = Kind.SMEA
+cdef int CAF = Kind.CAF
 
 
 cdef inline uint64_t mixed_bytes(Combining* how) noexcept nogil:
@@ -56,8 +59,9 @@ cdef void lay_out(Combining* how, Table* table, char* room) noexcept nogil:
     table.weights = table.norms + how.slots
     table.mixes = table.weights + how.slots
     table.n_mixes = 0
+    table.room = table.mixes + (how.slots * how.slots if how.is_mixed else 0)
     table.mixed = <char*>round_up(<uintptr_t>(
-        table.mixes + (how.slots * how.slots if how.is_mixed else 0)))
+        table.room + (2 * how.slots * how.slots if how.kind in (SMEA, CAF) else 0)))
     table.buckets = table.mixed + mixed_bytes(how)
 
 
@@ -195,7 +199,7 @@ cdef int32_t lies_before(int32_t f, int32_t m) noexcept nogil:
 
 
 cdef void clip_longest(Combining* how, Table* table, double* scales) noexcept nogil:
-    """Shorten the k longest updates to the length of the next one; scales: by what."""
+    """Shorten updates to a radius, or the k longest to the length of the next; scales: by what."""
     cdef int32_t i, j, m = table.m, n = m + (how.last != NULL)
     cdef int32_t f = lies_before(how.arc, m)
     cdef int32_t k = 2 * f * (m - f) // m
@@ -207,7 +211,7 @@ cdef void clip_longest(Combining* how, Table* table, double* scales) noexcept no
             ordered[j] = ordered[j - 1]
             j -= 1
         ordered[j] = table.norms[i]
-    limit = ordered[m - k - 1]
+    limit = how.clip * how.clip if how.clip else ordered[m - k - 1]
     for i in range(m):
         if table.norms[i] > limit:
             scales[i] = sqrt(limit / table.norms[i])
@@ -283,7 +287,7 @@ cdef void mix_first(Combining* how, Table* table) noexcept nogil:
     for i in range(n):
         scales[i] = table.mixes[i * n + i] = 1
         table.who[i] = i
-    if how.arc:
+    if how.arc or how.clip:
         clip_longest(how, table, scales)
     if how.nnm:
         list_nearest(how, table, n)
@@ -442,6 +446,17 @@ cdef void weigh_chosen(Combining* how, Table* table) noexcept nogil:
     weigh_evenly(table)
 
 
+cdef void keep_subset(Combining* how, Table* table) noexcept nogil:
+    """Average the rows of the best subset."""
+    cdef int32_t best[MAX_VOICES]
+    cdef int32_t i, keep = table.m - table.f
+    choose_subset(table.squares, table.m, keep, how.kind == SMEA, best, table.room)
+    for i in range(keep):
+        table.who[i] = table.who[best[i]]
+    table.m = keep
+    weigh_evenly(table)
+
+
 cdef void weigh_clipped(Combining* how, Table* table) noexcept nogil:
     cdef int32_t i
     for i in range(table.m):
@@ -468,6 +483,10 @@ cdef void weigh(Combining* how, int64_t n, Table* table, uint8_t* refused) noexc
         weigh_centered(how, table)
     elif how.kind == AVERAGE:
         weigh_evenly(table)
+    elif how.kind == CAF:
+        weigh_filtered(table.squares, table.m, table.f, table.weights, table.room)
+    elif how.kind in (MDA, SMEA):
+        keep_subset(how, table)
     elif not how.is_by_element or how.kind == BULYAN:
         weigh_chosen(how, table)
     if how.is_mixed:
@@ -673,6 +692,7 @@ cdef class Combiner:
         self.how.keep, self.how.iterations = rule.keep, rule.iterations
         self.how.bucket, self.how.seed = rule.bucket, rule.seed
         self.how.arc, self.how.nnm = rule.early
+        self.how.clip = rule.clip
         self.how.radius, self.how.nu = rule.radius, rule.nu
         self.how.itemsize, self.how.count = code.itemsize, count
         for m in range(n + 1):
@@ -690,8 +710,9 @@ cdef class Combiner:
         self.how.is_by_element = rule.kind in _PLAIN
         self.how.slots = n + 1
         self.how.scratch_bytes = round_up(
-            (16 + 8 * rule.is_mixed) * self.how.slots * self.how.slots + 16 * self.how.slots
-            + LINE_BYTES) + round_up(mixed_bytes(&self.how))
+            (16 + 8 * rule.is_mixed + 16 * (rule.kind in (Kind.SMEA, Kind.CAF)))
+            * self.how.slots * self.how.slots + 16 * self.how.slots + LINE_BYTES
+        ) + round_up(mixed_bytes(&self.how))
         if rule.bucket:
             self.how.scratch_bytes += rule.voices(n) * round_up(count * code.itemsize)
 

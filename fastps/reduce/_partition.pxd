@@ -78,6 +78,7 @@ cdef struct Combining:          # a rule for one partition; fixed except for wha
     int32_t bucket
     int32_t arc                 # f of clipping before the rule; 0: none of it
     int32_t nnm                 # f of mixing nearest neighbors after that
+    double clip                 # radius of clipping in place of arc; 0: none of it
     double radius
     double nu
     uint64_t seed
@@ -111,6 +112,7 @@ cdef struct Table:              # the updates that count, and what is known of t
     double* part                # as squares, of one part
     double* weights
     double* mixes               # of is_mixed: each row by what it is of the updates, and the last
+    double* room                # of SMEA and CAF: two more matrices
     int32_t n_mixes             # rows of them that finish() combines by element; 0: by weights
     char* mixed                 # room for MIXED elements of each
     char* buckets               # room for them

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply kernels to one partition: encode and decode it, or make one update of several.
 
-Pieces: _coder.pxi and _combiner.pxi. Both keep what lasts from round to round, and know neither
-keys nor peers.
+Pieces: _coder.pxi and _combiner.pxi, which keep what lasts from round to round, and _subsets.pxi.
+They know neither keys nor peers.
 """
 
 cimport cython
@@ -10,7 +10,7 @@ from cpython.buffer cimport (
     PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
 from cpython.object cimport PyObject
-from libc.math cimport fmax, fmin, isfinite, sqrt
+from libc.math cimport INFINITY, fmax, fmin, isfinite, sqrt
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset
@@ -40,4 +40,5 @@ cdef inline uint64_t mix_bits(uint64_t x) noexcept nogil:
 
 
 include "_coder.pxi"
+include "_subsets.pxi"
 include "_combiner.pxi"

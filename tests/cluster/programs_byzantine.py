@@ -34,6 +34,8 @@ RULES: dict[str, bz.Choice] = {
     "geometric": bz.GeometricMedian(),
     "krum": bz.Krum(1),
     "multi-krum": bz.MultiKrum(1),
+    "caf": bz.CAF(1),
+    "nnm smea": bz.NNM(bz.SMEA(1)),
     "buckets": bz.Bucketing(bz.TrimmedMean(1), size=2, seed=3),
     "nnm trimmed": bz.NNM(bz.TrimmedMean(1)),
     "arc nnm multi-krum": bz.ARC(bz.NNM(bz.MultiKrum(1))),

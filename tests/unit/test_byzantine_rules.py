@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import ml_dtypes
@@ -36,6 +37,13 @@ RULES = {
     "multi-krum": bz.MultiKrum(2),
     "multi-krum of 3": bz.MultiKrum(2, keep=3),
     "bulyan": bz.Bulyan(2),
+    "mda": bz.MDA(2),
+    "smea": bz.SMEA(2),
+    "caf": bz.CAF(2),
+    "nnm smea": bz.NNM(bz.SMEA(2)),
+    "clip nnm caf": bz.Clipping(bz.NNM(bz.CAF(2)), 80.0),
+    "clip median": bz.Clipping(bz.Median(), 20.0),
+    "buckets of mda": bz.Bucketing(bz.MDA(1), size=2),
     "buckets": bz.Bucketing(bz.Median(), size=2, seed=7),
     "buckets of krum": bz.Bucketing(bz.Krum(1), size=2),
     "nnm trimmed": bz.NNM(bz.TrimmedMean(2)),
@@ -201,7 +209,9 @@ def test_two_liars_cannot_lead_out_of_what_the_others_say(seed, name, lie):
         assert (found <= high + slack).all()
 
 
-@pytest.mark.parametrize("name", ["krum", "multi-krum", "geometric", "centered", "clip"])
+@pytest.mark.parametrize(
+    "name", ["krum", "multi-krum", "geometric", "centered", "clip", "mda", "smea", "caf"]
+)
 @pytest.mark.parametrize("lie", [10.0, 1e4, 1e12, 1e30])
 def test_two_liars_cannot_move_whole_vectors_far(name, lie):
     honest = updates_of(9, 500, seed=4)
@@ -239,6 +249,43 @@ def test_what_comes_before_a_rule(seed, far):
     same(run(mixed, wanted)[0], bz.combine(mixed, wanted))
 
 
+def covariance_top(rows: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, float, np.ndarray]:
+    """Return mean, largest eigenvalue and eigenvector of the covariance, by its definition."""
+    mean = weights @ rows / weights.sum()
+    covariance = (weights[:, None] * (rows - mean)).T @ (rows - mean) / weights.sum()
+    values, vectors = np.linalg.eigh(covariance)
+    return mean, values[-1], vectors[:, -1]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1), n=st.integers(3, 9), far=st.sampled_from([0.0, 2.0, 1e3, 1e9])
+)  # fmt: skip
+def test_spectra_and_subsets_are_those_of_the_papers(seed, n, far):
+    f = (n - 1) // 2
+    rows = np.array(updates_of(n, 7, seed, "float64"))
+    rows[:f] += far * np.random.default_rng(seed).normal(size=(f, 7))
+    subsets = [list(one) for one in itertools.combinations(range(n), n - f)]
+    even = np.ones(n - f)
+    diameters = [max(np.linalg.norm(a - b) for a in rows[s] for b in rows[s]) for s in subsets]
+    spreads = [covariance_top(rows[s], even)[1] for s in subsets]
+    counts, best, least = np.ones(n), rows.mean(axis=0), np.inf
+    while counts.sum() > n - 2 * f:
+        mean, value, vector = covariance_top(rows, counts)
+        best, least = (mean, value) if value < least else (best, least)
+        tau = np.where(counts > 0, ((rows - mean) @ vector) ** 2, 0)
+        counts = counts * (1 - tau / tau.max())
+    wanted = {
+        bz.MDA(f): rows[subsets[int(np.argmin(diameters))]].mean(axis=0),
+        bz.SMEA(f): rows[subsets[int(np.argmin(spreads))]].mean(axis=0),
+        bz.CAF(f): best,
+    }
+    for rule, value in wanted.items():
+        np.testing.assert_allclose(bz.combine(rule, rows), value, rtol=1e-5, atol=1e-5)
+        found, _ = run(rule, list(rows), n=n, code=DType.FLOAT64)
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-5)
+
+
 def test_exact_numbers_by_hand():
     rows = [np.array([float(x)]) for x in (0, 1, 2, 3, 100)]
     wanted = {
@@ -248,7 +295,9 @@ def test_exact_numbers_by_hand():
         bz.NormClipping(2.0): 7 / 5, bz.CenteredClipping(2.0): 7 / 5,
         bz.TrimmedMean(share=0.2): 2, bz.Phocas(share=0.2): 1.5,
         bz.NNM(bz.Average(), 1): (4 * 1.5 + 26.5) / 5, bz.NNM(bz.Krum(1)): 1.5,
-        bz.ARC(bz.Average(), 1): 9 / 5, bz.NNM(bz.Median(), 2): 2,
+        bz.MDA(1): 1.5, bz.MDA(2): 1, bz.SMEA(1): 1.5, bz.CAF(0): 21.2,
+        bz.Clipping(bz.Average(), 4.0): 2, bz.ARC(bz.Average(), 1): 9 / 5,
+        bz.NNM(bz.Median(), 2): 2,
     }  # fmt: skip
     for rule, value in wanted.items():
         assert bz.combine(rule, rows)[0] == pytest.approx(value), rule
@@ -303,6 +352,8 @@ def test_more_updates_than_it_has_room_for_are_refused():
         (bz.Bucketing(bz.Krum(1)), 8, "in 4 buckets of 2: take f=0"),
         (bz.Bucketing(bz.Krum(0)), 3, "in 2 buckets of 2: take another rule"),
         (bz.NNM(bz.Median(), 3), 6, "need 7 updates or more, got 6: take f=2"),
+        (bz.SMEA(2), 4, "needs 5 updates or more"),
+        (bz.MDA(10), 21, "compares 352716 subsets, more than 65536: take CAF"),
         (bz.MultiKrum(1, keep=6), 5, "at most the 5 updates, got 6"),
         (bz.Median(), 257, "at most 256"),
     ],
@@ -322,6 +373,8 @@ def test_parameters_that_mean_nothing():
         lambda: bz.Bucketing(bz.Bucketing(bz.Median())), lambda: bz.Own("nowhere"),
         lambda: bz.TrimmedMean(0.2), lambda: bz.TrimmedMean("1"), lambda: bz.NormClipping("1"),
         lambda: bz.rule_of(bz.Krum), lambda: bz.NNM(bz.Median()), lambda: bz.NNM(bz.Krum(1), -1),
+        lambda: bz.Clipping(bz.Median(), 0), lambda: bz.Clipping(bz.Median(), -1.0),
+        lambda: bz.ARC(bz.Clipping(bz.Krum(1), 1.0)),
         lambda: bz.NNM(bz.ARC(bz.Krum(1))), lambda: bz.ARC(bz.Own("some:rule"), 1),
         lambda: bz.rule_of(type("Made", (), {"__module__": "__main__", "__call__": len})()),
     ):  # fmt: skip

@@ -27,6 +27,9 @@ BY_DISTANCE = {
     "multi-krum": bz.MultiKrum(2),
     "multi-krum of 3": bz.MultiKrum(1, keep=3),
     "bulyan": bz.Bulyan(1),
+    "mda": bz.MDA(2),
+    "smea": bz.SMEA(2),
+    "caf": bz.CAF(2),
 }
 BY_ELEMENT = {
     "average": "average",
@@ -112,9 +115,9 @@ def test_rules_by_element_are_the_same_for_blocks_and_models(name, skipped):
     assert [one is None for one in verdicts] == [all(b is None for b in row) for row in rows]
 
 
-@pytest.mark.parametrize("name", BY_DISTANCE)
+@pytest.mark.parametrize("name", [*BY_DISTANCE, "clip caf"])
 def test_rules_by_distance_of_one_block_and_of_whole_models(name):
-    rule, rows = BY_DISTANCE[name], rows_of()
+    rule, rows = BY_DISTANCE.get(name, bz.Clipping(bz.CAF(2), 30.0)), rows_of()
     for place, like in enumerate(blocks(77)):
         column = [[row[place]] for row in rows]
         _, changes = judge_of(rule, [like], N).judge(case_of(column, [like]))
@@ -178,6 +181,13 @@ def partial(rule, rows, last=None) -> list[np.ndarray]:
                 chosen = table[who[reference.bulyan_choice(among, f)]][:, part]
                 keep = len(chosen) - 2 * f
                 flat[part] = reference.mean_near(chosen, np.median(chosen, axis=0), keep)
+                continue
+            if rule.kind is Kind.CAF:
+                flat[part] = reference.caf_weights(among, f) @ table[who][:, part]
+                continue
+            if rule.kind in (Kind.MDA, Kind.SMEA):
+                find = {Kind.MDA: reference.least_diameter, Kind.SMEA: reference.least_spread}
+                flat[part] = table[who[find[rule.kind](among, f)]][:, part].mean(axis=0)
                 continue
             order = np.argsort(reference.krum_scores(among, f), kind="stable")
             keep = 1 if rule.kind is Kind.KRUM else min(rule.keep or len(who) - f, len(who))
