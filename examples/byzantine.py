@@ -10,7 +10,8 @@ changes by a rule, and all workers add the result to the model. Workers 0 and 1 
 The program prints the held-out accuracy after the last round. --plot FILE draws it round by round,
 a panel for each attack (needs matplotlib). Thresholds: under the attacks "negative" and "random"
 the average ends below 60 %, and the geometric median, Krum and the trimmed mean end above 80 %.
-The exit code is 1 if a threshold is missed.
+The exit code is 1 if a threshold is missed. --grid compares rules by their worst attack, in one
+process (byzantine_grid.py).
 """
 
 from __future__ import annotations
@@ -173,6 +174,10 @@ def missed(curves: dict[tuple[str, str], list[float]]) -> list[str]:
 
 def main() -> int:
     """Compare rules under attacks."""
+    if "--grid" in sys.argv:
+        from byzantine_grid import main as compare  # noqa: PLC0415
+
+        return compare()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))

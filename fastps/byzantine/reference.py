@@ -185,21 +185,21 @@ def top_direction(squares: Array, weights: Array) -> tuple[float, Array]:
 
 def least_diameter(squares: Array, f: int) -> list[int]:
     """Choose the m - f rows whose largest distance is least; of as good ones the first."""
-    return list(min(_subsets(len(squares), f), key=lambda one: squares[np.ix_(one, one)].max()))
+    return min(_subsets(len(squares), f), key=lambda one: float(squares[np.ix_(one, one)].max()))
 
 
 def least_spread(squares: Array, f: int) -> list[int]:
     """Choose the m - f rows whose covariance has the least largest eigenvalue."""
     even = np.full(len(squares) - f, 1 / (len(squares) - f))
 
-    def spread(one: tuple[int, ...]) -> float:
+    def spread(one: list[int]) -> float:
         return top_direction(squares[np.ix_(one, one)], even)[0]
 
-    return list(min(_subsets(len(squares), f), key=spread))
+    return min(_subsets(len(squares), f), key=spread)
 
 
-def _subsets(m: int, f: int) -> itertools.combinations[tuple[int, ...]]:
-    return itertools.combinations(range(m), m - f)  # type: ignore[return-value]
+def _subsets(m: int, f: int) -> list[list[int]]:
+    return [list(one) for one in itertools.combinations(range(m), m - f)]
 
 
 def caf_weights(squares: Array, f: int) -> Array:

@@ -132,6 +132,22 @@ def test_a_validator_keeps_random_lies_out_at_each_workers_pace(tmp_path: Path) 
 
 
 @pytest.mark.timeout(LIMIT_S + 10)
+def test_the_worst_attack_on_rules_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    said = run(
+        "python", "examples/byzantine.py", "--grid", "--rules", "average", "CAF", "--before", "",
+        "--attacks", "best inner product", "infinity", "--liars", "2", "--alphas", "1", "--seeds", "0",
+        "--compare", "byzfl", "--plot", tmp_path / "worst.png",
+    )  # fmt: skip
+    rows = {line[:26].strip(): line[26:].split() for line in said.splitlines()}
+    assert float(rows["CAF"][0].strip("*")) > float(rows["average"][0].strip("*")) + 0.2, said
+    assert rows["CAF"][1:] == rows["average"][1:] == ["best", "inner", "product"]
+    assert ("byzfl is not compared" in said) != ("byzfl: CAF" in rows)
+    assert (tmp_path / "worst.png").stat().st_size > 1000
+
+
+@pytest.mark.timeout(LIMIT_S + 10)
 def test_in_step_zeno_stands_what_the_mean_does_not(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     file = tmp_path / "runs.jsonl"
