@@ -24,7 +24,7 @@ cdef enum:
     DONE = 1                    # of kernels
     E_PROTOCOL = -4             # of _core.pxd, as in kernels.py
     NOT_FINITE = 2              # of combine_kernels.py
-    PIECE = 1 << 12             # elements that all sources are looked at before the next
+    PIECE = 1 << 12             # elements of all sources that are looked at before the next
     MIXED = 1 << 10             # elements of mixed updates that are made at a time, in the cache
 
 cdef double FARTHEST = 1e300    # of squares of distances: their sums stay finite
@@ -158,17 +158,26 @@ cdef int64_t look(Combining* how, const void* const* sources, int64_t n, uint64_
     cdef const void* rows[SLOTS]
     cdef int32_t i, all = gather_rows(how, sources, n, first, rows)
     cdef int32_t measured = all if how.is_mixed else <int32_t>n
-    cdef int64_t status
+    cdef bint has_pairs = how.kind != NORM_CLIPPING or how.is_mixed
+    cdef uint64_t start = 0, size
+    cdef int64_t status = DONE
     if is_one_step(how):
         return look_from_last(how, sources, n, first, count, table)
-    status = how.norms(rows, measured, table.part, count, NULL)
-    for i in range(measured):
-        table.norms[i] = table.part[i] + (table.norms[i] if first else 0)
-    if status != DONE or (how.kind == NORM_CLIPPING and not how.is_mixed):
-        return status
-    status = how.distances(rows, all, table.part, count, NULL)
-    for i in range(all * all):
-        table.squares[i] = table.part[i] + (table.squares[i] if first else 0)
+    if not first:
+        memset(table.norms, 0, all * sizeof(double))
+        memset(table.squares, 0, all * all * sizeof(double))
+    while start < count and status == DONE:
+        size = min(count - start, PIECE)
+        status = how.norms(rows, measured, table.part, size, NULL)     # reads memory in one stream
+        for i in range(measured):
+            table.norms[i] += table.part[i]
+        if has_pairs and status == DONE:
+            status = how.distances(rows, all, table.part, size, NULL)
+            for i in range(all * all):
+                table.squares[i] += table.part[i]
+        for i in range(all):
+            rows[i] = <const char*>rows[i] + size * how.itemsize
+        start += size
     return status
 
 
@@ -555,6 +564,10 @@ cdef int64_t middle_of_mixes(Combining* how, const void* const* rows, Table* tab
         size = min(count - start, <uint64_t>MIXED)
         for i in range(table.n_mixes):
             made[i] = table.mixed + i * size * how.itemsize
+            if i and not memcmp(table.mixes + i * table.m, table.mixes + (i - 1) * table.m,
+                                table.m * sizeof(double)):
+                made[i] = made[i - 1]       # as honest updates often have the same neighbors
+                continue
             status = mix_row(how, rows, table.mixes + i * table.m, table.m, start, size,
                              <char*>made[i])
             if status != DONE:

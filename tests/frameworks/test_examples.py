@@ -137,8 +137,8 @@ def test_the_worst_attack_on_rules_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     said = run(
         "python", "examples/byzantine.py", "--grid", "--rules", "average", "CAF", "--before", "",
-        "--attacks", "best inner product", "infinity", "--liars", "2", "--alphas", "1", "--seeds", "0",
-        "--compare", "byzfl", "--plot", tmp_path / "worst.png",
+        "--attacks", "best inner product", "infinity", "--liars", "2", "--alphas", "1",
+        "--seeds", "0", "--compare", "byzfl", "--plot", tmp_path / "worst.png",
     )  # fmt: skip
     rows = {line[:26].strip(): line[26:].split() for line in said.splitlines()}
     assert float(rows["CAF"][0].strip("*")) > float(rows["average"][0].strip("*")) + 0.2, said
