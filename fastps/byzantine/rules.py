@@ -108,12 +108,11 @@ def SMEA(f: int) -> Rule:
 def CAF(f: int) -> Rule:
     """Weigh updates less that lie far out along the direction in which all differ most; 2f < m.
 
-    Weights c_i begin at 1. As long as they add up to more than m - 2f: with the mean and the
-    covariance by these weights, v the eigenvector of the largest eigenvalue, and tau_i the square
-    of update i's distance from the mean along v, c_i <- c_i (1 - tau_i / max tau), the maximum
-    over those with c_i > 0. The result is the mean of the least largest eigenvalue. Allouah,
-    Guerraoui and Stephan, "Towards trustworthy federated learning with untrusted participants",
-    ICML 2025.
+    Weights c_i begin at 1. As long as they add up to more than m - 2f, c_i <- c_i (1 - tau_i /
+    max tau), the maximum over those with c_i > 0. tau_i is the square of update i's distance from
+    the weighted mean along v, the covariance's eigenvector of the largest eigenvalue. The result
+    is the mean of the least largest eigenvalue. Allouah, Guerraoui and Stephan, "Towards
+    trustworthy federated learning with untrusted participants", ICML 2025.
     """
     return _made(Rule(Kind.CAF, f))
 
