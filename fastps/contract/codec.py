@@ -34,6 +34,7 @@ class Codec(IntEnum):
     BF16 = 6
     INT8 = 7
     INT4 = 8
+    SPARSE = 9
 
 
 class Option(IntEnum):
@@ -47,7 +48,8 @@ class Option(IntEnum):
     BYTEPS = 32  # bytes and random numbers are BytePS's
 
 
-WHOLE = (Codec.ONEBIT, Codec.TOPK, Codec.RANDOMK, Codec.DITHERING)
+WHOLE = (Codec.ONEBIT, Codec.TOPK, Codec.RANDOMK, Codec.DITHERING, Codec.SPARSE)
+SPARSE_CHUNK = 4096  # elements of which sparse keeps k
 PAIRED_LEVELS = 11  # of int4, if not 15: two codes have 7 bits, and GROUP of them a scale
 GROUP = 64
 _BYTES_PER_BLOCK = {Codec.FP16: 512, Codec.BF16: 512, Codec.INT8: 260, Codec.INT4: 132}
@@ -57,8 +59,9 @@ class Coding(NamedTuple):
     """The codec of a key and its parameters; travels with the declaration of a tensor.
 
     k: of topk and randomk the elements kept, or below 1 their share; of dithering the levels; of
-    int4 too, 0 for 15.
-    mu: of Nesterov's momentum on the worker, 0 for none. seed: of the random numbers.
+    int4 too, 0 for 15; of sparse the elements kept of each SPARSE_CHUNK.
+    mu: of Nesterov's momentum on the worker, 0 for none. seed: of the random numbers. decay: what
+    a worker's residual is multiplied by in each round, besides the ratio of learning rates.
     """
 
     codec: Codec = Codec.NONE
@@ -66,11 +69,14 @@ class Coding(NamedTuple):
     options: int = 0
     mu: float = 0.0
     seed: int = 0
+    decay: float = 1.0
 
     def check(self) -> None:
         """Raise ValueError for parameters out of bounds."""
         if not (0 <= self.mu < 1 and 0 <= self.options < 64 and 0 <= self.seed < 1 << 63):
             raise ValueError(f"{self} must have mu of 0 to below 1 and a seed of 0 to 2**63 - 1")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be above 0 and at most 1, got {self.decay:g}")
         if not 0 <= self.k < 1 << 31:
             raise ValueError(f"k must be 0 to below 2**31, got k={self.k:g}")
         if self.codec in (Codec.TOPK, Codec.RANDOMK) and not (
@@ -82,13 +88,20 @@ class Coding(NamedTuple):
             raise ValueError(f"dithering takes k of 1 to {most} levels, got k={self.k:g}")
         if self.codec is Codec.INT4 and self.k not in (0, PAIRED_LEVELS):
             raise ValueError(f"int4 has 15 or {PAIRED_LEVELS} levels, got k={self.k:g}")
+        most = SPARSE_CHUNK // 2
+        if self.codec is Codec.SPARSE and not (self.k == int(self.k) and 1 <= self.k <= most):
+            raise ValueError(
+                f"sparse keeps k=1 to {most} of each {SPARSE_CHUNK} elements, got k={self.k:g}"
+            )
+        if self.decay != 1.0 and not self.has(Option.FEEDBACK):
+            raise ValueError(f"decay={self.decay:g} needs error feedback: add ef='vanilla'")
         if self.has(Option.UNBIASED) and self.has(Option.FEEDBACK):
             raise ValueError("unbiased does not support error feedback (ef); remove one of them")
         if self.has(Option.BYTEPS):
             self._check_byteps()
 
     def _check_byteps(self) -> None:
-        if not self.is_whole or self.has(Option.UNBIASED):
+        if not self.is_whole or self.codec is Codec.SPARSE or self.has(Option.UNBIASED):
             raise ValueError(
                 f"BytePS's layout supports onebit, topk, randomk and dithering without unbiased, "
                 f"got {self}"
@@ -108,6 +121,7 @@ class Coding(NamedTuple):
         words = [option.name.lower() for option in Option if self.has(option)]
         numbers = {"k": self.k, "mu": self.mu, "seed": self.seed}
         words += [f"{name}={value:g}" for name, value in numbers.items() if value]
+        words += [f"decay={self.decay:g}"] * (self.decay != 1.0)
         return f"compressed by {self.codec.name.lower()}({', '.join(words)})"
 
     def has(self, option: Option) -> bool:
@@ -131,14 +145,17 @@ class Coding(NamedTuple):
 
     def without_memory(self) -> Coding:
         """Return the same codec without error feedback and momentum."""
-        return self._replace(options=self.options & ~Option.FEEDBACK, mu=0.0)
+        return self._replace(options=self.options & ~Option.FEEDBACK, mu=0.0, decay=1.0)
 
     def fits(self, code: DType, nbytes: int, *, min_bytes: int) -> bool:
         """Return whether a tensor of this type and size travels by this codec."""
         return self.codec is not Codec.NONE and code in ELEMENTS and nbytes >= max(min_bytes, 1)
 
     def kept(self, count: int) -> int:
-        """Count what topk and randomk keep of count elements: at least one, at most half."""
+        """Count what topk, randomk and sparse keep of count elements: at least one."""
+        if self.codec is Codec.SPARSE:
+            whole, rest = divmod(count, SPARSE_CHUNK)
+            return whole * int(self.k) + (_kept_of_chunk(rest, int(self.k)) if rest else 0)
         wanted = int(self.k) if self.k >= 1 else int(self.k * count)
         return max(1, min(wanted, count // 2))
 
@@ -164,6 +181,10 @@ class Coding(NamedTuple):
             whole, rest = divmod(count, BLOCK)
             per_byte = 8 // self.code_bits
             return HEAD_BYTES + whole * BLOCK // per_byte + -(-rest // per_byte)
+        if self.codec is Codec.SPARSE:
+            whole, rest = divmod(count, SPARSE_CHUNK)
+            k = int(self.k)
+            return HEAD_BYTES + whole * _sparse_bytes(SPARSE_CHUNK, k) + _sparse_bytes(rest, k)
         return HEAD_BYTES + self._block_bytes(count)
 
     def _byteps_bytes(self, count: int) -> int:
@@ -195,6 +216,20 @@ class Coding(NamedTuple):
 def _paired_bytes(count: int) -> int:
     """Return the bytes of a block: scales of 2, and 7 planes of an eighth of its pairs."""
     return 2 * -(-count // GROUP) + 7 * -(-count // 16)
+
+
+def _kept_of_chunk(count: int, k: int) -> int:
+    return max(1, k * count // SPARSE_CHUNK)
+
+
+def _sparse_bytes(count: int, k: int) -> int:
+    """Return the bytes of a chunk of sparse, an even number: see reduce/codec/sparse.py."""
+    if not count:
+        return 0
+    k = _kept_of_chunk(count, k)
+    low = (count // k).bit_length() - 1
+    upper, fields = k + (count - 1 >> low), k * (low + 2)
+    return -(-(4 + -(-upper // 8) + -(-fields // 8)) // 2) * 2
 
 
 class Units(NamedTuple):

@@ -95,12 +95,26 @@ class Compression:
         k = 0 if levels == MOST_LEVELS_OF_INT4 else levels
         return _make(Codec.INT4, k, 0, ef=ef, momentum=momentum, mu=mu)
 
+    @staticmethod
+    def sparse(
+        k: int = 64, *, ef: str | None = None, decay: float = 1.0, momentum: str | None = None,
+        mu: float = 0.9,
+    ) -> Coding:  # fmt: skip
+        """Send the k largest of each 4096 elements as one of 4 levels; 84 bytes for 64 of them.
+
+        decay: what error feedback on workers is multiplied by in each round. With 0.95 it takes
+        the place of an outer momentum (SparseLoCo).
+        """
+        return _make(Codec.SPARSE, k, 0, ef=ef, momentum=momentum, mu=mu, decay=decay)
+
 
 # What users give as a compression: None is as declared before, or none. A function of Compression
 # is called without arguments, any other function with the tensor's name.
 Choice: TypeAlias = Coding | Mapping[str, Any] | Callable[..., Any] | None
 
-_OWN = tuple(getattr(Compression, name) for name in ("onebit", "fp16", "bf16", "int8", "int4"))
+_OWN = tuple(
+    getattr(Compression, name) for name in ("onebit", "fp16", "bf16", "int8", "int4", "sparse")
+)
 # BytePS's names of compressor parameters, without "byteps_", and what is meant.
 _NAMES = {
     "compressor_type": "compressor",
@@ -200,11 +214,13 @@ def _choice(name: str, value: str, choices: Mapping[str, int]) -> int:
 
 def _make(
     codec: Codec, k: float, options: int, *, seed: int = 0, ef: str | None,
-    momentum: str | None, mu: float,
+    momentum: str | None, mu: float, decay: float = 1.0,
 ) -> Coding:  # fmt: skip
     options |= 0 if ef is None else _choice("ef", ef, {"vanilla": Option.FEEDBACK})
     has_momentum = momentum is not None and _choice("momentum", momentum, {"nesterov": 1})
-    coding = Coding(codec, float(k), int(options), float(mu) if has_momentum else 0.0, int(seed))
+    coding = Coding(
+        codec, float(k), int(options), float(mu) if has_momentum else 0.0, int(seed), float(decay)
+    )
     try:
         coding.check()
     except ValueError as error:

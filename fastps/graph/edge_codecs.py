@@ -31,7 +31,11 @@ from fastps.worker.handle import Array
 CHUNK_BYTES = 64 << 10  # of elements that share a unit, where codecs have more than one
 LINE_BYTES = 64
 VERSIONS = 1 << 24
-SPARSE_STEP = {Codec.TOPK: 1.0, Codec.RANDOMK: 0.4}  # times the share that is sent
+SPARSE_STEP = {
+    Codec.TOPK: 1.0,
+    Codec.SPARSE: 1.0,
+    Codec.RANDOMK: 0.4,
+}  # times the share that is sent
 ONEBIT_STEP = 0.2
 _CONVERT = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 

@@ -49,7 +49,7 @@ cdef float* prepared(Code* code, uint32_t unit, float* g, float scale, float rat
     cdef uint64_t first = <uint64_t>unit * code.unit_count
     cdef float[3] numbers
     cdef float* v = spare if code.residual == NULL else code.residual + first
-    numbers[0], numbers[1], numbers[2] = scale, ratio, code.mu
+    numbers[0], numbers[1], numbers[2] = scale, ratio * code.decay, code.mu
     if code.prepare == NULL:
         if scale != 1.0:
             code.scale(g, NULL, elements_of(code, unit), NULL, numbers)
@@ -147,6 +147,8 @@ def _k_of(coding, count):
         return int(coding.k) | coding.code_bits << 8
     if coding.codec == Codec.ONEBIT:
         return int(coding.has(Option.SCALING))
+    if coding.codec == Codec.SPARSE:
+        return int(coding.k)
     return coding.kept(count) if coding.codec in (Codec.TOPK, Codec.RANDOMK) else 0
 
 
@@ -174,6 +176,7 @@ cdef class Coder:
         self.code.option = coding.has(
             Option.L2 if coding.codec == Codec.DITHERING else Option.UNBIASED)
         self.code.mu = coding.mu
+        self.code.decay = coding.decay if pushes else 1.0
         self.code.work_bytes = round_up(4 * <uint64_t>work_words(units.unit_count))
         self.code.scratch_bytes = self.code.work_bytes + 2 * round_up(
             4 * <uint64_t>units.unit_count)

@@ -28,6 +28,7 @@ cdef struct Code:               # of one partition; fixed except for what the ar
     float* residual             # count of them, or NULL: what is lost is lost
     float* momentum             # count of them, or NULL
     float mu
+    float decay                 # of the residual
     uint64_t stream             # of random numbers
     uint64_t[2] state           # of BytePS's generator, which encoding changes; else 0
     uint64_t rank               # of whoever encodes; 0 where all draw alike

@@ -43,6 +43,7 @@ SOURCES = {  # of each family of kernels, besides
     "codec": CODECS,
     "byteps": (*CODECS, "codec/byteps.py"),
     "pairs": (*CODECS, "codec/pairs.py"),
+    "sparse": (*CODECS, "codec/sparse.py"),
 }
 WHO = ("vendor_id", "cpu family", "model", "stepping", "flags")  # of /proc/cpuinfo
 ANY_PROCESSOR = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")  # where both name another than this one

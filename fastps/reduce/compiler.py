@@ -29,6 +29,7 @@ FAMILIES = {
     "codec": ("codec.kernels", "compile_codec"),
     "byteps": ("codec.byteps", "compile_codec"),
     "pairs": ("codec.pairs", "compile_codec"),
+    "sparse": ("codec.sparse", "compile_codec"),
 }
 
 # LLVM calls memset() for zeros; so code has its own, by the instruction that is made for it.

@@ -22,7 +22,7 @@ from fastps.types import DType, ReduceOp
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
 CODECS = ("onebit", "topk", "randomk", "linear", "natural", "fp16", "bf16", "int8", "int4",
-          "pairs")  # fmt: skip
+          "pairs", "sparse")  # fmt: skip
 MOST_ORDERED = 32  # sources of a network; combine_kernels.py says why
 
 
@@ -67,8 +67,8 @@ def codec_kernel(verb: str, what: str, does: bool = False) -> int:
     verb, what, does: of codec.kernels.compile_codec().
     """
     family = "byteps" if what.startswith("byteps_") else "codec"
-    if what == "pairs" and verb in ("encode", "decode"):
-        family = "pairs"
+    if what in ("pairs", "sparse") and verb in ("encode", "decode"):
+        family = what
     return _address(family, verb, what, bool(does))
 
 

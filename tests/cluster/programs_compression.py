@@ -35,6 +35,7 @@ GRID = {  # BytePS's grid, and more
        for k in (2, 4, 8) for partition in ("linear", "natural") for norm in ("max", "l2")},
     "onebit ef": Compression.onebit(**EF), "onebit all": Compression.onebit(**EF, **NAG),
     "topk ef": Compression.topk(0.01, **EF), "topk all": Compression.topk(0.01, **EF, **NAG),
+    "sparse ef": Compression.sparse(400, decay=0.9, **EF),
     "randomk ef": Compression.randomk(0.05, **EF, **NAG),
     "unbiased": Compression.randomk(0.05, unbiased=True),
     "dithering ef": Compression.dithering(100, **EF), "fp16": Compression.fp16(),

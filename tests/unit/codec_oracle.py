@@ -147,6 +147,27 @@ def blocks(coding: Coding, v: np.ndarray, seed: int) -> np.ndarray:
     return out
 
 
+def sparse(coding: Coding, v: np.ndarray, seed: int) -> np.ndarray:
+    """Give the largest of each 4096, as the mean size of those up to the mean, or above it."""
+    out = np.zeros_like(v)
+    for start in range(0, v.size, 4096):
+        chunk = v[start : start + 4096]
+        k = max(1, int(coding.k) * chunk.size // 4096)
+        order = np.lexsort((np.arange(chunk.size), -sizes(chunk).astype(np.int64)))
+        chosen = np.sort(order[:k])
+        x = chunk[chosen]
+        size = np.abs(x).astype(np.float64)
+        total = np.cumsum(size)[-1]
+        is_large = size > F32(total / k)
+        upper = np.cumsum(np.where(is_large, size, 0))[-1]
+        lower = total - upper if is_large.any() else total
+        means = np.array([lower / max((~is_large).sum(), 1), upper / max(is_large.sum(), 1)], F32)
+        small, large = bf16(coding, means, seed)
+        level = np.where(is_large, large, small)
+        out[start + chosen] = np.where(x < 0, -level, level)
+    return out
+
+
 LOSSY = {
     Codec.ONEBIT: onebit,
     Codec.TOPK: topk,
@@ -156,6 +177,7 @@ LOSSY = {
     Codec.BF16: bf16,
     Codec.INT8: blocks,
     Codec.INT4: blocks,
+    Codec.SPARSE: sparse,
 }
 
 
@@ -168,6 +190,7 @@ class Reference:
     ) -> None:  # fmt: skip
         self.coding = coding
         self.mu = F32(coding.mu if pushes else 0)
+        self.decay = F32(coding.decay if pushes else 1)
         self.residual = np.zeros(count, F32)
         self.momentum = np.zeros(count, F32)
         self.stream = stream_of(coding, name, partition)
@@ -196,7 +219,7 @@ class Reference:
             self.momentum = self.mu * finite(self.momentum) + g
             g = g + self.mu * self.momentum
         if self.coding.has(Option.FEEDBACK):
-            g = g + finite(ratio * self.residual)
+            g = g + finite(ratio * self.decay * self.residual)
         return g
 
     def sum(

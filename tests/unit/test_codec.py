@@ -28,6 +28,8 @@ CODINGS = [
     *(Coding(codec, 0, options) for codec in (Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4)
       for options in (0, FEEDBACK)),
     Coding(Codec.INT4, 11), Coding(Codec.INT4, 11, FEEDBACK),
+    Coding(Codec.SPARSE, 64), Coding(Codec.SPARSE, 1500, FEEDBACK),
+    Coding(Codec.SPARSE, 200, FEEDBACK, decay=0.95),
     Coding(Codec.INT8, 0, FEEDBACK, mu=0.9), Coding(Codec.TOPK, 0.05, FEEDBACK, mu=0.5),
     Coding(Codec.ONEBIT, 0, SCALING, mu=0.9),
 ]  # fmt: skip
@@ -108,7 +110,7 @@ def test_nothing_encodes_to_nothing(coding):
 
 @pytest.mark.parametrize("coding", [one for one in CODINGS if one.has(FEEDBACK)], ids=str)
 def test_what_was_applied_is_all_there_was_but_for_the_residual(coding):
-    coding = coding._replace(mu=0.0)
+    coding = coding._replace(mu=0.0, decay=1.0)
     random, count, rounds = np.random.default_rng(1), 3000, 40
     coder, _ = make(coding, count)
     given_, applied, largest = np.zeros(count), np.zeros(count), 0.0
@@ -215,10 +217,11 @@ def test_damaged_indices_write_nowhere():
         Coding(Codec.TOPK), Coding(Codec.RANDOMK, 1.5), Coding(Codec.DITHERING, 128),
         Coding(Codec.DITHERING, 31, Option.NATURAL), Coding(Codec.INT4, 13),
         Coding(Codec.RANDOMK, 3, Option.UNBIASED | FEEDBACK),
+        Coding(Codec.SPARSE, 2049), Coding(Codec.SPARSE, 64, decay=0.95),
         Coding(Codec.INT8, mu=1.0), Coding(Codec.INT8, seed=-1), Coding(Codec.TOPK, float("nan")),
     ],
     ids=str,
 )  # fmt: skip
 def test_parameters_that_mean_nothing(coding):
-    with pytest.raises(ValueError, match=r"k=|unbiased|mu of"):
+    with pytest.raises(ValueError, match=r"k=|unbiased|mu of|decay"):
         coding.check()

@@ -30,7 +30,7 @@ SAME = {
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("onebit", ()), ("topk", (3,)), ("randomk", (3,)), ("dithering", (3,)), ("fp16", ()),
-     ("bf16", ()), ("int8", ()), ("int4", ())],
+     ("bf16", ()), ("int8", ()), ("int4", ()), ("sparse", ())],
 )  # fmt: skip
 def test_momentum_is_0_9_and_only_if_it_is_asked_for(name, arguments):
     make = getattr(Compression, name)

@@ -74,7 +74,7 @@ def list_kernels() -> list[Kernel]:
     ]  # fmt: skip
     found += [("robust", what, code) for what in _ROBUST for code in FLOATS]
     found += [("ordered", kind, code) for kind in KINDS for code in FLOATS]
-    coders = {verb: ("pairs", *made) for verb, made in
+    coders = {verb: ("pairs", "sparse", *made) for verb, made in
               (("encode", {**kernels.ENCODERS, **byteps.ENCODERS}),
                ("decode", {**kernels.DECODERS, **byteps.DECODERS}))}  # fmt: skip
     found += [(verb, what, does) for verb, names in coders.items() for what in names
@@ -255,7 +255,7 @@ def test_kernels_of_any_count(is_last, kernel, count, n):
 
 def test_every_family_has_a_guard():
     """A family or a verb that list_kernels() does not know is added there, and to GUARDS."""
-    assert set(FAMILIES) == {"reduce", "robust", "ordered", "codec", "byteps", "pairs"}
+    assert set(FAMILIES) == {"reduce", "robust", "ordered", "codec", "byteps", "pairs", "sparse"}
     assert set(GUARDS) == {kernel[0] for kernel in KERNELS}
     package = Path(reduce.__file__).parents[1]
     sources = [path.read_text() for path in package.rglob("*.p[yx]*") if path.suffix != ".pyc"]

@@ -169,6 +169,8 @@ CODINGS = {
     "bf16": Coding(Codec.BF16),
     "int8": Coding(Codec.INT8),
     "int8, feedback": Coding(Codec.INT8, 0, Option.FEEDBACK),
+    "sparse 64": Coding(Codec.SPARSE, 64),
+    "sparse 64, feedback": Coding(Codec.SPARSE, 64, Option.FEEDBACK, decay=0.95),
     "int4": Coding(Codec.INT4),
     "int4, feedback": Coding(Codec.INT4, 0, Option.FEEDBACK),
     "int4, 11 levels": Coding(Codec.INT4, 11),

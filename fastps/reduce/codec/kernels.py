@@ -266,30 +266,39 @@ def _select(found: Any, sizes: Any, n: Any, edge: Any, ties: Any) -> None:
         ties -= is_tie
 
 
+@jit
+def list_largest(words: Any, count: Any, k: Any, work: Any) -> Any:
+    """List the places of the k largest sizes, in order; of equal ones the first.
+
+    Those that reach a size guessed by a sample are listed, or all if these are not enough; then
+    histograms of 11, 11 and 9 bits of their sizes tell the exact edge.
+    """
+    found = at(work, int64(HISTOGRAM))
+    sizes = at(found, count + AT_ONCE)
+    n = _candidates(words, count, _guess(words, count, work, k), found, sizes)
+    if n < k:
+        n = _candidates(words, count, uint32(0), found, sizes)
+    edge, above = uint32(0), int64(0)
+    for shift, bits in ((20, 11), (9, 11), (0, 9)):
+        _refine(sizes, n, work, edge, int64(shift), int64(bits))
+        place, above = _cut(work, int64(1) << bits, above, k)
+        edge = uint32((edge << uint32(bits)) | uint32(place))
+    _select(found, sizes, n, edge, k - above)
+    return found
+
+
 def _topk_encode(keeps: bool) -> Callable[..., int]:
     def encode(v: Any, count: Any, codes: Any, head: Any, work: Any, args: Any) -> int:
         """Keep the args[0] elements of the largest size: their indices, uint32, then values.
 
-        In the order of indices; of equal ones the first. A NaN is larger than anything. Those
-        that reach a size guessed by a sample are listed, or all if these are not enough; then
-        histograms of 11, 11 and 9 bits of their sizes tell the exact edge.
+        In the order of indices; of equal ones the first. A NaN is larger than anything.
         Sources: Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP
         2017; Alistarh et al., The Convergence of Sparsified Gradient Methods, NeurIPS 2018.
         """
         head[0] = float32(1.0)
         k = args[0]
         words = cast(v, uint32)
-        found = at(work, int64(HISTOGRAM))
-        sizes = at(found, count + AT_ONCE)
-        n = _candidates(words, count, _guess(words, count, work, k), found, sizes)
-        if n < k:
-            n = _candidates(words, count, uint32(0), found, sizes)
-        edge, above = uint32(0), int64(0)
-        for shift, bits in ((20, 11), (9, 11), (0, 9)):
-            _refine(sizes, n, work, edge, int64(shift), int64(bits))
-            place, above = _cut(work, int64(1) << bits, above, k)
-            edge = uint32((edge << uint32(bits)) | uint32(place))
-        _select(found, sizes, n, edge, k - above)
+        found = list_largest(words, count, k, work)
         indices = cast(codes, uint32)
         for i in range(k):
             index = found[i]
