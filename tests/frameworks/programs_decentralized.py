@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,10 +93,10 @@ def problem(rank: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Recursion:
-    """All workers at once: rows of x are workers, `a` mixes from the left."""
+    """All workers at once: rows of x are workers, `a` mixes from the left; shares: for q."""
 
-    def __init__(self, n: int, graph: topology.Topology) -> None:
-        self.n, self.a = n, graph.weights.T
+    def __init__(self, n: int, graph: topology.Topology, shares: np.ndarray | None = None) -> None:
+        self.n, self.a, self.shares = n, graph.weights.T, shares
         self.problems = [problem(rank) for rank in range(n)]
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
@@ -141,7 +142,16 @@ class Recursion:
         for _ in range(steps):
             x = self.a @ x - RATE * q
             before, g = g, self.gradient(x)
-            q = self.a @ q + g - before
+            q = (self.a if self.shares is None else self.shares) @ q + g - before
+        return x
+
+    def extra(self, steps: int) -> np.ndarray:
+        half = (self.a + np.eye(self.n)) / 2
+        before, g = np.zeros((self.n, WIDTH)), self.gradient(np.zeros((self.n, WIDTH)))
+        x = self.a @ before - RATE * g
+        for _ in range(steps - 1):
+            last, g = g, self.gradient(x)
+            before, x = x, 2 * half @ x - half @ before - RATE * (g - last)
         return x
 
     def quasi_global(self, steps: int, passes: int = 1) -> np.ndarray:
@@ -209,6 +219,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[[Recursion, int], np.ndarray]
     "decentlam": (fps.DistributedDecentLaMOptimizer, Recursion.decentlam, 0.5),
     "noloco": (noloco, Recursion.noloco, 0.0),
     "exact": (fps.DistributedExactDiffusionOptimizer, Recursion.exact_diffusion, 0.0),
+    "extra": (partial(fps.DistributedExactDiffusionOptimizer, extra=True), Recursion.extra, 0.0),
     "tracking": (fps.DistributedGradientTrackingOptimizer, Recursion.tracking, 0.0),
 }
 
@@ -230,6 +241,8 @@ def algorithms() -> dict[str, float]:
         errors[name] = float(np.linalg.norm(x - optimum) / np.linalg.norm(optimum))
     x = trained(fps.DistributedAdaptThenCombineOptimizer, 20, overlap=False)
     np.testing.assert_allclose(x, recursion.atc(20)[me], rtol=1e-9, atol=1e-12)
+    errors |= directed(me, n)
+    fps.set_topology(graph, is_weighted=True)
     for momentum, passes, wanted in (
         (0.5, 1, recursion.quasi_global(21)), (0.5, 3, recursion.quasi_global(21, 3)),
         (None, 1, recursion.quasi_global_adam(21)),
@@ -243,6 +256,27 @@ def algorithms() -> dict[str, float]:
         trained(fps.DistributedAdaptThenCombineOptimizer, 1, quasi_global=True)
     end()
     return errors
+
+
+def directed(me: int, n: int) -> dict[str, float]:
+    """Track gradients where no weights are doubly stochastic: a ring one way, and an edge more."""
+    edges = np.eye(n) + np.roll(np.eye(n), 1, axis=1)
+    edges[0, 2] = 1.0
+    graph = topology.Topology(edges / edges.sum(axis=0))
+    fps.set_topology(graph)
+    shares = (edges / edges.sum(axis=1, keepdims=True)).T
+    recursion = Recursion(n, graph, shares)
+    wrap = partial(fps.DistributedGradientTrackingOptimizer, push_pull=True)
+    x = trained(wrap, 20)
+    np.testing.assert_allclose(x, recursion.tracking(20)[me], rtol=1e-9, atol=1e-12)
+    best = recursion.optimum()
+    return {
+        name: float(np.linalg.norm(trained(way, 600) - best) / np.linalg.norm(best))
+        for name, way in (
+            ("push-pull", wrap), ("directed", fps.DistributedGradientTrackingOptimizer),
+            ("directed awc", fps.DistributedAdaptWithCombineOptimizer),
+        )
+    }  # fmt: skip
 
 
 def compressed() -> dict[str, float]:

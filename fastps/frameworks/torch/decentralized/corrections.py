@@ -7,20 +7,27 @@ threads as in optimizer.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastps.frameworks.torch.decentralized.optimizer import (
+    AdaptWithCombine,
     Algorithm,
     DecentralizedOptimizer,
     Mixer,
     Models,
     adopt,
 )
+from fastps.ops.neighbors import (
+    in_neighbor_ranks,
+    out_neighbor_ranks,
+    start_neighbor_allreduce,
+)
 from fastps.session.current import current
+from fastps.worker.handle import Waitable
 
 
 class DecentLaM(Algorithm):
@@ -70,6 +77,35 @@ class ExactDiffusion(Algorithm):
             one.add_(before[one]).mul_(0.5)
 
 
+class Extra(AdaptWithCombine):
+    """Correct the bias, with A(x) during forward and backward: EXTRA.
+
+    s = (A + I) / 2 x; psi = s - opt(g); x <- psi + s - psi_before, at first psi_before = x. With
+    SGD that is x+ = 2 s - s_before - lr (g - g_before). Shi, Ling, Wu and Yin, "EXTRA: an exact
+    first-order algorithm for decentralized consensus optimization", 2015, algorithm 1.
+    """
+
+    def watch(self, models: Sequence[torch.nn.Module]) -> None:
+        """Start with psi_before = x, at the first step."""
+        super().watch(models)
+        self._psi: dict[torch.Tensor, torch.Tensor] = {}
+
+    def mixed_step(self) -> None:
+        """Take over half of A(x), step, and correct."""
+        self._begin()
+        last = [self._psi.get(one, one.detach().clone()) for one in self.parameters]
+        own = [one.detach().clone() for one in self.parameters]
+        self.receive()
+        self._forwards, self._has_begun = 0, False
+        for one, before in zip(self.parameters, own, strict=True):
+            before.add_(one).mul_(0.5)
+            one.copy_(before)
+        self.optimizer.step_of()
+        for one, half, psi in zip(self.parameters, own, last, strict=True):
+            self._psi[one] = one.detach().clone()
+            one.add_(half).sub_(psi)
+
+
 class GradientTracking(Algorithm):
     """Follow the average of gradients: x <- A(x) - opt(q); q <- A(q) + g - g_before.
 
@@ -77,11 +113,13 @@ class GradientTracking(Algorithm):
     convergence for distributed optimization over time-varying graphs", 2017.
     """
 
+    tracker: type[Mixer] = Mixer
+
     def watch(self, models: Sequence[torch.nn.Module]) -> None:
         """Start with q = g."""
         self._q = [torch.zeros_like(one) for one in self.parameters]
         self._before = [torch.zeros_like(one) for one in self.parameters]
-        self._tracker = Mixer(self.optimizer, self._q, f"{self.name}gradients")
+        self._tracker = self.tracker(self.optimizer, self._q, f"{self.name}gradients")
 
     def mixed_step(self) -> None:
         """Wait for A(q), which was mixed during forward and backward; send q and x again."""
@@ -96,6 +134,35 @@ class GradientTracking(Algorithm):
         for one, q in zip(self.parameters, self._q, strict=True):
             one.grad = q.clone()
         self.optimizer.step_of()
+
+
+class ShareMixer(Mixer):
+    """Mix by column-stochastic weights: a worker keeps one share, and sends one to each target."""
+
+    def mixing(self) -> tuple[Callable[..., Waitable], dict[str, Any]] | None:
+        """Return the optimizer's operation among its neighbours, by shares of the sender."""
+        found = super().mixing()
+        if found is None or found[0] is not start_neighbor_allreduce:
+            return found
+        operation, how = found
+        targets, sources = how["dst_weights"], how["src_weights"]
+        targets = out_neighbor_ranks() if targets is None else list(targets)
+        sources = in_neighbor_ranks() if sources is None else list(sources)
+        share = 1 / (len(targets) + 1)
+        how |= {"self_weight": share, "src_weights": dict.fromkeys(sources, 1.0),
+                "dst_weights": dict.fromkeys(targets, share)}  # fmt: skip
+        return operation, how
+
+
+class PushPull(GradientTracking):
+    """Gradient tracking on directed graphs: x <- R(x) - opt(q); q <- C(q) + g - g_before.
+
+    R takes means, and C shares; neither needs to be both. Xin and Khan, "A linear algorithm for
+    optimization over directed graphs with geometric convergence", 2018; Pu, Shi, Xu and Nedic,
+    "Push-pull gradient methods for distributed optimization in networks", 2021.
+    """
+
+    tracker = ShareMixer
 
 
 class NoLoCo(Algorithm):
@@ -166,23 +233,26 @@ def DistributedDecentLaMOptimizer(
 
 
 def DistributedExactDiffusionOptimizer(
-    optimizer: torch.optim.Optimizer, model: Models, **options: Any
+    optimizer: torch.optim.Optimizer, model: Models, *, extra: bool = False, **options: Any
 ) -> DecentralizedOptimizer:
     """Converge to the exact optimum on a static graph with symmetric weights.
 
-    Options as for DistributedAdaptWithCombineOptimizer().
+    extra: mix during forward and backward instead of within step() (EXTRA); needs smaller learning
+    rates. Options as for DistributedAdaptWithCombineOptimizer().
     """
-    return adopt(optimizer, ExactDiffusion, model, **options)
+    return adopt(optimizer, Extra if extra else ExactDiffusion, model, **options)
 
 
 def DistributedGradientTrackingOptimizer(
-    optimizer: torch.optim.Optimizer, model: Models, **options: Any
+    optimizer: torch.optim.Optimizer, model: Models, *, push_pull: bool = False, **options: Any
 ) -> DecentralizedOptimizer:
     """Converge to the exact optimum also on changing graphs; sends twice as much.
 
-    Weights must be doubly stochastic. Options as for DistributedAdaptWithCombineOptimizer().
+    Weights must be doubly stochastic. push_pull: on directed graphs weights of receivers only sum
+    to 1, and gradients travel in equal shares to all targets instead, whatever factors dst_weights
+    has (Push-Pull). Options as for DistributedAdaptWithCombineOptimizer().
     """
-    return adopt(optimizer, GradientTracking, model, **options)
+    return adopt(optimizer, PushPull if push_pull else GradientTracking, model, **options)
 
 
 def DistributedNoLoCoOptimizer(

@@ -159,9 +159,13 @@ class Mixer:
         self._handles: dict[int, Handle[Any]] = {}  # by bucket
         self._agreed: Agreed | None = None  # the round among the survivors, while it runs
 
+    def mixing(self) -> tuple[Callable[..., Waitable], dict[str, Any]] | None:
+        """Return the optimizer's operation and its keywords; None: no mixing."""
+        return self._optimizer.mixing()
+
     def start(self, index: int) -> None:
         """Start to mix a bucket."""
-        mixing = self._optimizer.mixing()
+        mixing = self.mixing()
         if mixing is not None:
             operation, how = mixing
             if operation is _mean_of_all and current().config.goes_on:
