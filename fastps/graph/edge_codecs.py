@@ -207,10 +207,10 @@ def codec_of(
 
     Raises ValueError for a coding without a meaning between neighbours.
     """
-    if coding.mu or coding.has(Option.BYTEPS):
+    if coding.mu or coding.decay != 1.0 or coding.has(Option.BYTEPS):
         raise ValueError(
-            f"compression={coding}: momentum and BytePS's layout are for gradients that servers "
-            "sum, not for neighbors; give a codec without them"
+            f"compression={coding}: momentum, decay and BytePS's layout are for what servers sum, "
+            "not for neighbors; give a codec without them"
         )
     has_feedback = coding.has(Option.FEEDBACK)
     if name is None and has_feedback:

@@ -154,6 +154,22 @@ class Recursion:
             before, x = x, 2 * half @ x - half @ before - RATE * (g - last)
         return x
 
+    def beer(self, steps: int, keeps: int, share: float) -> np.ndarray:
+        def coded(v: np.ndarray) -> np.ndarray:
+            least = -np.sort(-np.abs(v), axis=1)[:, keeps - 1 : keeps]
+            return np.where(np.abs(v) >= least, v, 0)
+
+        x, known_x, known_q = np.zeros((3, self.n, WIDTH))
+        q = g = self.gradient(x)
+        step = share * (self.a - np.eye(self.n))
+        for _ in range(steps):
+            known_x = known_x + coded(x - known_x)
+            known_q = known_q + coded(q - known_q)
+            x = x + step @ known_x - RATE * q
+            before, g = g, self.gradient(x)
+            q = q + step @ known_q + g - before
+        return x
+
     def quasi_global(self, steps: int, passes: int = 1) -> np.ndarray:
         x, m = np.zeros((self.n, WIDTH)), np.zeros((self.n, WIDTH))
         for _ in range(steps // passes):
@@ -284,7 +300,8 @@ def compressed() -> dict[str, float]:
     me, n = start()
     graph = topology.ring_graph(n)
     fps.set_topology(graph, is_weighted=True)
-    wanted, found = Recursion(n, graph).atc(200)[me], {}
+    recursion = Recursion(n, graph)
+    wanted, found = recursion.atc(200)[me], {}
     for name, coding in {
         "fp16": Compression.fp16(), "int4 ef": Compression.int4(ef="vanilla"),
         "topk ef": Compression.topk(2, ef="vanilla"), "topk": Compression.topk(2),
@@ -299,6 +316,25 @@ def compressed() -> dict[str, float]:
 
         x = trained(wrap, 200)
         found[name] = float(np.linalg.norm(x - wanted) / np.linalg.norm(wanted))
+    best = recursion.optimum()
+
+    def with_topk(kind: Any, name: str, steps: int) -> np.ndarray:
+        def wrap(sgd: Any, model: nn.Module) -> Any:
+            optimizer = kind(sgd, model, prefix=name)
+            optimizer.compression = Compression.topk(2, ef="vanilla")
+            optimizer.consensus_step = 0.5
+            return optimizer
+
+        return trained(wrap, steps)
+
+    for name, kind in (
+        ("choco", fps.DistributedAdaptThenCombineOptimizer),
+        ("beer", fps.DistributedGradientTrackingOptimizer),
+    ):
+        x = with_topk(kind, name, 300)
+        found[name] = float(np.linalg.norm(x - best) / np.linalg.norm(best))
+    x = with_topk(fps.DistributedGradientTrackingOptimizer, "beer 20", 20)
+    np.testing.assert_allclose(x, recursion.beer(20, 2, 0.5)[me], rtol=1e-4, atol=1e-5)
     tensor = torch.full((300,), float(me), dtype=torch.bfloat16)
     mean = fps.neighbor_allreduce(tensor, compression=Compression.fp16)
     torch.testing.assert_close(mean, fps.neighbor_allreduce(tensor))

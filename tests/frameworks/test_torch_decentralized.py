@@ -71,6 +71,7 @@ def test_what_is_encoded_trains_as_well_with_error_feedback_and_not_without():
         assert max(errors["fp16"], errors["int4 ef"]) < 0.02, errors
         assert errors["topk ef"] < 0.2, errors  # its mixing is half as fast, so its bias differs
         assert min(errors["topk"], errors["onebit"]) > 0.3, errors
+        assert errors["beer"] < 1e-3 < 0.05 < errors["choco"], errors
 
 
 def test_a_rule_keeps_a_liar_from_spoiling_training_and_the_mean_does_not():

@@ -109,6 +109,9 @@ class Extra(AdaptWithCombine):
 class GradientTracking(Algorithm):
     """Follow the average of gradients: x <- A(x) - opt(q); q <- A(q) + g - g_before.
 
+    With compression that has error feedback this is BEER (Zhao, Li, Li, Richtarik and Chi, "BEER:
+    fast O(1/T) rate for decentralized nonconvex optimization with communication compression",
+    2022): neighbours know h of x and another one of q, and C(x - h) and C(q - h) travel.
     Di Lorenzo and Scutari, "NEXT", 2016; Nedic, Olshevsky and Shi, "Achieving geometric
     convergence for distributed optimization over time-varying graphs", 2017.
     """
@@ -145,6 +148,12 @@ class ShareMixer(Mixer):
         if found is None or found[0] is not start_neighbor_allreduce:
             return found
         operation, how = found
+        if how["rule"] is not None or how["compression"] is not None:
+            raise ValueError(
+                "push_pull=True supports neither rule nor compression, got "
+                f"rule={how['rule']} and compression={how['compression']}: set the optimizer's "
+                "attributes to None"
+            )
         targets, sources = how["dst_weights"], how["src_weights"]
         targets = out_neighbor_ranks() if targets is None else list(targets)
         sources = in_neighbor_ranks() if sources is None else list(sources)
