@@ -712,7 +712,6 @@ class ControlClient:
     # ---- the reader thread ----
 
     def _read(self) -> None:
-        silent_s = 0.0
         while True:
             cause = self._read_all()
             pulse = self._pulse
