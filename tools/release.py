@@ -16,6 +16,7 @@ import configparser
 import hashlib
 import os
 import re
+import signal
 import sys
 import tarfile
 import tempfile
@@ -135,4 +136,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()

@@ -32,7 +32,7 @@ cdef enum:
     MAX_STARVED_MS = 400        # and the longest, on a slow link
     FIRST_WAIT_MS = 25          # how long a new link is expected to wait for results
     MAX_HALVINGS = 8            # 400 ms to below 2 ms
-    PATIENCE = 8                # times how long the link usually waits; more than a lost packet costs
+    PATIENCE = 8                # times the usual wait; more than a lost packet costs
     WAIT_SHARE = 4              # weight of a wait in that is 1 / WAIT_SHARE
     EAGER_NS = 100000           # how long an owner is asked again without a pause
     TIMER_MS = 20               # how often deadlines are looked at, when there are any

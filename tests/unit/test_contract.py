@@ -46,7 +46,7 @@ def test_what_validators_say_is_pushed_by_them_and_read_by_all():
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        (Codec, "NONE ONEBIT TOPK RANDOMK DITHERING FP16 BF16 INT8 INT4"),
+        (Codec, "NONE ONEBIT TOPK RANDOMK DITHERING FP16 BF16 INT8 INT4 SPARSE"),
         (Policy, ". SUM ACCUMULATE ACCEPTED COMBINED DEADLINE_ROUNDS CODEC_STATE"),
         (Givers, ". WORKERS VALIDATORS"),
         (Unit, ". CHUNK PARTITION"),

@@ -298,7 +298,11 @@ def test_a_measured_time_that_is_far_off_is_told(tmp_path, capsys):
 def test_settings_of_a_measurement_are_simulated():
     line = {"workers": 4, "servers": 0, "colocated": True, "settings": "FASTPS_CHUNK_BYTES=32768"}
     cluster = cases.measured_cluster(line)
-    assert (cluster.chunk, cluster.is_colocated, cluster.link_credit(0)) == (32768, True, 256 << 10)
+    assert (cluster.chunk, cluster.is_colocated, cluster.link_credit(0)) == (
+        32768,
+        True,
+        256 << 10,
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "no JSON\n"])

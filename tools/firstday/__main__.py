@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fastps.config.closed_pipe import ends_quietly
 from tools.firstday.room import PYTHONS, Done, Room
 from tools.firstday.tasks import ROOT, TASKS, Task, select
 
@@ -78,6 +79,7 @@ def play(room: Room, tasks: Sequence[Task], logs: Path, *, again: bool) -> list[
     return list(grades.values())
 
 
+@ends_quietly
 def main() -> int:
     """Play what the command line asks for; return the exit code."""
     parser = argparse.ArgumentParser(
