@@ -79,7 +79,7 @@ def test_a_killed_scheduler_is_the_cause(job, rest):
     assert process.returncode == 137
     assert stderr.splitlines()[-1] == (
         f"[fastps-run] the scheduler (pid {pid}) was killed by SIGKILL; it failed first, so the "
-        "job was ended"
+        "job was ended; see docs/troubleshooting.md#it-stops"
     )
 
 
