@@ -236,6 +236,8 @@ class Worker:
             me=0,
             generation=1,
             members=(near, far),
+            owners=(1,),
+            weights=(1,),
             owner_name=lambda number: f"server {number - 1}",
         )
         monkeypatch.setattr(rdma, "open_transport", lambda config, n_links: fabric)
