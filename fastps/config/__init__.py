@@ -285,8 +285,8 @@ class Config:
         unit="bytes", allowed=(0, MAX_POOL_BYTES),
         text="Bytes pushed on one link that have no result yet, before the rest waits; keeps "
              "bulk data in the caches and lets urgent tensors overtake. 0 chooses: 640 KiB to a "
-             "server on the same machine, 512 KiB to others, up to 4 MiB as the link turns out "
-             "to need.")
+             "server on the same machine, 256 KiB to others, 64 KiB to those that own less than "
+             "another one; between machines more with rate and latency of the link, up to 4 MiB.")
     key_hash: str = _set(DATA, "bytes", "BYTEPS_KEY_HASH_FN",
         allowed=("bytes", "naive", "built_in", "djb2", "sdbm"),
         text="How partitions are shared among servers: by bytes, or by one of BytePS's hashes.")

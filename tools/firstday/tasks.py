@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CRASH = r"Traceback|Segmentation|core dumped"
@@ -179,8 +180,11 @@ su newcomer -c 'mkdir -p -m 700 ~/.ssh; test -e ~/.ssh/id_ed25519 ||
 for name in a b; do at $name /usr/sbin/sshd -D & done
 until as_user a 'ssh b true && ssh a true' 2>/dev/null; do sleep 0.2; done
 """
-TORCH = ("3.11",)
-NO_TORCH = "the mirror here has torch for CPUs for Python 3.11 only"
+# Of tasks that need torch, which is pinned to a wheel for this Python.
+TORCH: dict[str, Any] = {
+    "pythons": ("3.11",),
+    "why_not": "torch for CPUs is tried on Python 3.11 only",
+}
 RUN_TRAIN = printed("docs/machines.md", "python train.py")
 MINIMAL = example("minimal.py")
 assert MINIMAL["examples/minimal.py"].endswith(block("README.md", "fps.DistributedOptimizer"))
@@ -452,8 +456,7 @@ TASKS = (
         ("Successfully installed .*torch",),
         limit_s=400,
         after="install the wheel",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "the README's program",
@@ -467,8 +470,7 @@ TASKS = (
         files=MINIMAL,
         limit_s=180,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "torchrun",
@@ -477,8 +479,7 @@ TASKS = (
         files=MINIMAL,
         limit_s=90,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "does it use my GPU",
@@ -487,8 +488,7 @@ TASKS = (
         files={"gpu.py": block("docs/gpu.md", "fps.DistributedOptimizer")},
         limit_s=90,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "resume with another number of workers",
@@ -501,8 +501,7 @@ TASKS = (
         files=example("resume.py"),
         limit_s=120,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "a script of Horovod",
@@ -511,8 +510,7 @@ TASKS = (
         files={"hvd.py": HVD},
         limit_s=90,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "a script of DDP",
@@ -521,8 +519,7 @@ TASKS = (
         files={"ddp.py": DDP},
         limit_s=90,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "Hugging Face's Trainer",
@@ -532,8 +529,7 @@ TASKS = (
         files={"hf.py": HF},
         limit_s=300,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
     Task(
         "Lightning",
@@ -543,7 +539,6 @@ TASKS = (
         files=example("lightning_fit.py"),
         limit_s=300,
         after="install torch for the CPU",
-        pythons=TORCH,
-        why_not=NO_TORCH,
+        **TORCH,
     ),
 )  # fmt: skip
