@@ -30,9 +30,9 @@ cdef enum:
     STARVED_MS = 2              # the shortest time out of credit before a link borrows
     STARVED_NS = STARVED_MS * 1000000
     MAX_STARVED_MS = 400        # and the longest, on a slow link
-    FIRST_WAIT_MS = 25          # how long a new link is expected to wait for results
+    FIRST_WAIT_MS = 12          # how long a new link is expected to wait for results
     MAX_HALVINGS = 8            # 400 ms to below 2 ms
-    PATIENCE = 8                # times the usual wait; more than a lost packet costs
+    PATIENCE = 16               # times the usual wait; more than a lost packet costs
     WAIT_SHARE = 4              # weight of a wait in that is 1 / WAIT_SHARE
     EAGER_NS = 100000           # how long an owner is asked again without a pause
     TIMER_MS = 20               # how often deadlines are looked at, when there are any
